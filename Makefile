@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+# The only build of moeblas. Files are found by wildcard, so that a new one needs no edit here.
+# make            library and command line tool        make lib      the library alone, which needs nothing but gcc
+# make train      builds, trains, writes run/          make test     builds and runs every test and gate
+# make check      proves tests/problems/ci.txt         make bench    times tests/problems/bench.txt
+# make gates      format, sizes, symbols, ...          make deps     installs missing Debian packages
+# make install    into PREFIX=/usr/local, DESTDIR=     make clean    removes build and build-san
+# Variables: BUILD=build  CC=gcc  CFLAGS=  LDFLAGS=  SAN=address,undefined  ONLY=part of a test's name  V=1
+
+SAN    ?=
+BUILD  ?= $(if $(SAN),build-san,build)
+CC     = gcc
+PREFIX ?= /usr/local
+ONLY   ?=
+CUDA   = 0
+ifneq ($(CUDA),0)
+$(error CUDA=$(CUDA): this version has no CUDA back end; leave CUDA out or say CUDA=0)
+endif
+MAKEFLAGS += -r $(if $(filter 0,$(MAKELEVEL)),-j$(shell nproc))
+
+VERSION := $(shell sed -nE 's/^\#define MOE_VERSION_(MAJOR|MINOR|PATCH) ([0-9]+)$$/\2/p' include/moeblas.h | paste -sd.)
+SONAME  := libmoeblas.so.$(firstword $(subst ., ,$(VERSION)))
+ARCH    := $(firstword $(subst -, ,$(shell $(CC) -dumpmachine 2>/dev/null)))
+BLAS    := $(firstword $(wildcard /usr/lib/*/openblas-serial/libopenblas.a))
+BLAS_INCLUDE := $(patsubst /usr/lib/%/libopenblas.a,/usr/include/%,$(BLAS))
+Q       := $(if $(V),,@)
+
+SANITIZE = $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer)
+# No contraction outside the matrix kernels: what a formula says is what is computed, on every machine.
+FLAGS = -std=c11 -D_GNU_SOURCE -O2 -g -fPIC -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math \
+        -Wall -Wextra -Wpedantic -Werror -MMD -MP -Iinclude $(SANITIZE)
+FLAGS_base   =
+FLAGS_avx2   = -mavx2 -mfma
+FLAGS_avx512 = $(FLAGS_avx2) -mavx512f -mavx512vl -mavx512dq -mavx512bw
+
+# The tile kernel is compiled once an instruction set; the CPU chooses at run time.
+O       := $(BUILD)/obj
+KERNELS := $(if $(wildcard src/cpu/kernel.c),base $(if $(filter x86_64,$(ARCH)),avx2 avx512))
+LIB_O   := $(patsubst %.c,$O/%.o,$(filter-out src/cpu/kernel.c,$(wildcard src/*.c src/cpu/*.c))) \
+           $(KERNELS:%=$O/src/cpu/kernel_%.o)
+SHARE_O := $(patsubst %.c,$O/%.o,$(wildcard tests/oracle*.c))
+TOOL_O  := $(patsubst %.c,$O/%.o,$(wildcard tools/*.c tools/train/*.c)) $(SHARE_O)
+TESTS   := $(patsubst %.c,$(BUILD)/%,$(wildcard tests/test_*.c))
+HELP_O  := $(patsubst %.c,$O/%.o,$(wildcard tests/support*.c))
+
+.PHONY: all lib tests train test check bench gates install clean help deps gpu gpu-check gpu-bench
+.DELETE_ON_ERROR:
+.SECONDARY:
+all: lib $(BUILD)/moeblas
+lib: $(BUILD)/libmoeblas.a $(BUILD)/libmoeblas.so
+tests: all $(TESTS)
+
+$O/src/cpu/%.o: FLAGS += -O3
+$O/src/cpu/kernel_%.o: FLAGS += -ffp-contract=fast $(FLAGS_$*) -DMOE_KERNEL=$*
+$O/tests/%.o: FLAGS += -Isrc -Itests
+$O/tools/%.o: FLAGS += -Itools -Itests
+$O/tools/bench%: FLAGS += $(if $(BLAS),-DMOE_HAVE_OPENBLAS -isystem $(BLAS_INCLUDE))
+$O/%.o: %.c Makefile
+	@mkdir -p $(@D); echo "  CC   $<"
+	$Q$(CC) $(FLAGS) $(CFLAGS) -c $< -o $@
+$(KERNELS:%=$O/src/cpu/kernel_%.o): $O/src/cpu/kernel_%.o: src/cpu/kernel.c Makefile
+	@mkdir -p $(@D); echo "  CC   $< ($*)"
+	$Q$(CC) $(FLAGS) $(CFLAGS) -c $< -o $@
+$(filter $O/tools/%,$(TOOL_O)): | $(BUILD)/cjson
+$(BUILD)/cjson: # turns a missing header into a sentence
+	@mkdir -p $(@D); echo '#include <cjson/cJSON.h>' | $(CC) -E - >$@ 2>&1 || { echo \
+	"moeblas: the command line tool needs cJSON (Debian: libcjson-dev); 'make lib' builds the library without it" >&2; exit 1; }
+
+$(BUILD)/libmoeblas.a: $(LIB_O)
+	@echo "  AR   $@"; rm -f $@
+	$Q$(AR) rcs $@ $^
+# Exported are exactly the functions that the public headers declare.
+$(BUILD)/moeblas.map: $(wildcard include/*.h) Makefile
+	@mkdir -p $(@D); { echo 'MOEBLAS_0 { global:'; sed -nE 's/^[a-z][a-z0-9_ ]*[ *](moe_[a-z0-9_]+)\(.*/  \1;/p' $(filter %.h,$^); \
+	  echo 'local: *; };'; } >$@
+$(BUILD)/$(SONAME): $(LIB_O) $(BUILD)/moeblas.map
+	@echo "  LD   $@"
+	$Q$(CC) -shared -fopenmp $(SANITIZE) -Wl,-soname,$(SONAME),--version-script=$(BUILD)/moeblas.map -o $@ $(LIB_O) -lm $(LDFLAGS)
+$(BUILD)/libmoeblas.so: $(BUILD)/$(SONAME)
+	@ln -sf $(SONAME) $@
+$(BUILD)/moeblas: $(TOOL_O) $(BUILD)/libmoeblas.a
+	@echo "  LD   $@"
+	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ $(BLAS) -lcjson -lm $(LDFLAGS)
+# A test that defines __wrap_f stands in front of f.
+$(BUILD)/tests/%: $O/tests/%.o $(SHARE_O) $(HELP_O) $(BUILD)/libmoeblas.a
+	@mkdir -p $(@D); echo "  LD   $@"
+	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ -lm $(LDFLAGS) $$(sed -nE 's/.*__wrap_([a-z_]+)\(.*/-Wl,--wrap=\1/p' tests/$*.c)
+
+train: ; @tools/deps.sh train && $(MAKE) --no-print-directory all && $(BUILD)/moeblas train --out run
+test:  ; @tools/deps.sh test && $(MAKE) --no-print-directory tests && BUILD=$(BUILD) ONLY='$(ONLY)' tests/run.sh
+gates: lib ; @BUILD=$(BUILD) ONLY='$(ONLY)' tests/run.sh gates
+check: all ; @$(BUILD)/moeblas check @tests/problems/ci.txt
+bench: all ; @$(BUILD)/moeblas bench @tests/problems/bench.txt
+deps:  ; @tools/deps.sh test
+install: all ; @BUILD=$(BUILD) PREFIX='$(PREFIX)' VERSION=$(VERSION) tools/install.sh
+clean: ; @rm -rf build build-san
+gpu gpu-check gpu-bench: ; @echo "moeblas: this version has no CUDA back end, so there is nothing to run on a GPU" >&2; exit 2
+help:  ; @sed -n '3,8s/^# //p' Makefile
+-include $(wildcard $(patsubst %.o,%.d,$(LIB_O) $(TOOL_O) $(HELP_O) $(TESTS:$(BUILD)/%=$O/%.o)))
