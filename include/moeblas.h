@@ -76,7 +76,7 @@ const char *moe_version(void);
 
 /* ---- enumerations: 0 is always the default -------------------------------------------------------------------- */
 
-typedef enum moe_backend {
+typedef enum moe_backend { /* where a layer runs */
   MOE_BACKEND_AUTO = 0, /* the fastest one present: CUDA if there is a device, else the CPU */
   MOE_BACKEND_CPU = 1,
   MOE_BACKEND_CUDA = 2
@@ -335,6 +335,7 @@ typedef struct moe_backward_args {
 } moe_backward_args;
 #define MOE_BACKWARD_ARGS_INIT MOE_INIT(moe_backward_args)
 
+/* ARGUMENT for a missing pointer, WORKSPACE for a buffer that is missing or too small; nothing is written then. */
 moe_status moe_forward(const moe_plan *plan, const moe_forward_args *io, moe_stream stream);
 moe_status moe_backward(const moe_plan *plan, const moe_backward_args *io, moe_stream stream);
 
