@@ -87,7 +87,7 @@ $(BUILD)/tests/%: $O/tests/%.o $(SHARE_O) $(HELP_O) $(BUILD)/libmoeblas.a
 	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ -lm $(LDFLAGS) $$(sed -nE 's/.*__wrap_([a-z_]+)\(.*/-Wl,--wrap=\1/p' tests/$*.c)
 
 train: ; @tools/deps.sh train && $(MAKE) --no-print-directory all && $(BUILD)/moeblas train --out run
-test:  ; @tools/deps.sh test && $(MAKE) --no-print-directory tests && BUILD=$(BUILD) ONLY='$(ONLY)' tests/run.sh
+test:  ; @tools/deps.sh test && $(MAKE) --no-print-directory tests && BUILD=$(BUILD) ONLY='$(ONLY)' tests/run.sh $(PARTS)
 gates: lib ; @BUILD=$(BUILD) ONLY='$(ONLY)' tests/run.sh gates
 check: all ; @$(BUILD)/moeblas check @tests/problems/ci.txt
 bench: all ; @$(BUILD)/moeblas bench @tests/problems/bench.txt

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Runs the tests of a finished build and sums them: `tests/run.sh [unit] [problems] [scripts] [gates]`, all four without
+# arguments. Two jobs run at a time. A job is a program that ends with the line "N passed, N failed"; one that does not,
+# or that fails, stops itself short or tests nothing, counts as a failure. The closing line is the sum.
+# Environment: BUILD, ONLY (part of a job's name), JOB_SECONDS (limit of one job).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export BUILD=${BUILD:-build} JOB_SECONDS=${JOB_SECONDS:-1500}
+export OMP_WAIT_POLICY=passive # two jobs share the cores
+logs=$BUILD/log
+only=${ONLY:-}
+jobs=()
+
+add() { # name command...
+  [[ -z $only || $1 == *"$only"* ]] && jobs+=("$*")
+  return 0
+}
+
+for part in ${*:-unit problems scripts gates}; do
+  case $part in
+  unit) for source in tests/test_*.c; do
+    name=$(basename "$source" .c)
+    add "$name" "$BUILD/tests/$name"
+  done ;;
+  problems)
+    add problems "$BUILD/moeblas" check @tests/problems/ci.txt
+    add problems_mutated "$BUILD/moeblas" check --mutate @tests/problems/ci.txt
+    ;;
+  scripts) for script in tests/*.sh; do
+    [[ $script == tests/run.sh ]] || add "$(basename "$script" .sh)" "$script"
+  done ;;
+  gates) for gate in tools/gates/*.sh tools/gates/*.py; do
+    name=gate_$(basename "${gate%.*}")
+    add "$name" "$gate"
+    add "${name}_self_test" "$gate" --self-test
+  done ;;
+  *) echo "tests/run.sh: part = $part, wanted unit, problems, scripts or gates" >&2; exit 2 ;;
+  esac
+done
+if ((${#jobs[@]} == 0)); then
+  echo "tests/run.sh: no test has a name with \"$only\" in it" >&2
+  exit 2
+fi
+rm -rf "$logs"
+mkdir -p "$logs"
+export logs
+
+run_job() { # "name command..."
+  local name=${1%% *} command=${1#* } status=0 start=$SECONDS passed failed
+  # shellcheck disable=SC2086 # the command is words
+  timeout "$JOB_SECONDS" $command >"$logs/$name.log" 2>&1 </dev/null || status=$?
+  read -r passed failed < <(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed$/\1 \2/p' "$logs/$name.log" | tail -n 1) ||
+    { passed=0 failed=0; }
+  ((passed + failed > 0 && (status == 0 || failed > 0))) || failed=$((failed + 1))
+  echo "$passed $failed" >"$logs/$name.sum"
+  ((failed == 0)) || tail -n 40 "$logs/$name.log" | sed 's/^/  | /'
+  printf '%-28s %d passed, %d failed  (%d s%s)\n' "$name" "$passed" "$failed" $((SECONDS - start)) \
+    "$( ((status == 0)) || echo ", exit status $status: $command")"
+}
+export -f run_job
+printf '%s\0' "${jobs[@]}" | xargs -0 -P 2 -I '{}' bash -c 'run_job "$1"' run_job '{}'
+
+read -r passed failed < <(awk '{ p += $1; f += $2 } END { print p + 0, f + 0 }' "$logs"/*.sum)
+echo "$passed passed, $failed failed"
+((failed == 0))
