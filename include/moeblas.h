@@ -45,8 +45,12 @@ extern "C" {
 #define MOE_MAX_TOPK      64   /* largest k */
 
 #ifdef __cplusplus
-#define MOE_INIT(type) \
-  { sizeof(type) }
+#define MOE_INIT(type)       \
+  ([] {                      \
+    type init = {};          \
+    init.size = sizeof init; \
+    return init;             \
+  }())
 #else
 #define MOE_INIT(type) \
   { .size = sizeof(type) }
@@ -77,7 +81,7 @@ const char *moe_version(void);
 /* ---- enumerations: 0 is always the default -------------------------------------------------------------------- */
 
 typedef enum moe_backend { /* where a layer runs */
-  MOE_BACKEND_AUTO = 0, /* the fastest one present: CUDA if there is a device, else the CPU */
+  MOE_BACKEND_AUTO = 0,    /* the fastest one present: CUDA if there is a device, else the CPU */
   MOE_BACKEND_CPU = 1,
   MOE_BACKEND_CUDA = 2
 } moe_backend;
