@@ -110,6 +110,7 @@ typedef struct moe_sort_args {
   int32_t *row_offset; /* [E+1] written */
   int32_t *row_slot;   /* [T*k] written up to row_offset[E]; the rest is -1 */
   int32_t *slot_row;   /* [T*k] written */
+  int32_t *counts;     /* [E] written, or NULL: slots of each expert before drops */
 } moe_sort_args;
 size_t moe_sort_scratch(const moe_context *ctx, const moe_sort_args *args);
 moe_status moe_sort(moe_context *ctx, const moe_sort_args *args, moe_stream stream);
@@ -126,19 +127,19 @@ size_t moe_bias_update_scratch(const moe_context *ctx, const moe_bias_update_arg
 moe_status moe_bias_update(moe_context *ctx, const moe_bias_update_args *args, moe_stream stream);
 
 /* How evenly the experts are loaded. All fields 0 when no slot is counted. */
-typedef struct moe_load {
+typedef struct moe_load_summary {
   float total;         /* slots */
   float max;           /* slots of the busiest expert */
   float mean;          /* total / E */
   float cv;            /* standard deviation over mean */
   float max_over_mean; /* 1: perfectly even */
   float entropy;       /* of the shares, in nats; log E: perfectly even */
-} moe_load;
+} moe_load_summary;
 typedef struct moe_load_stats_args {
   MOE_OP_HEAD
   int64_t experts;
   const int32_t *counts; /* [E] */
-  moe_load *load;        /* written */
+  moe_load_summary *load; /* written */
 } moe_load_stats_args;
 size_t moe_load_stats_scratch(const moe_context *ctx, const moe_load_stats_args *args);
 moe_status moe_load_stats(moe_context *ctx, const moe_load_stats_args *args, moe_stream stream);
@@ -326,6 +327,16 @@ typedef struct moe_convert_args {
 } moe_convert_args;
 size_t moe_convert_scratch(const moe_context *ctx, const moe_convert_args *args);
 moe_status moe_convert(moe_context *ctx, const moe_convert_args *args, moe_stream stream);
+
+/* Copies bytes within the memory of the back end; the two may not overlap. */
+typedef struct moe_copy_args {
+  MOE_OP_HEAD
+  void *dst;
+  const void *src;
+  size_t bytes;
+} moe_copy_args;
+size_t moe_copy_scratch(const moe_context *ctx, const moe_copy_args *args);
+moe_status moe_copy(moe_context *ctx, const moe_copy_args *args, moe_stream stream);
 
 /* Fills with zero bytes. */
 typedef struct moe_zero_args {

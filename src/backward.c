@@ -1,0 +1,260 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The backward pass, as a straight line of ops. Read layer.c and forward.c first. */
+
+#include "layer.h"
+
+/* Where the gradients of a set of experts go; NULL: not wanted. */
+struct expert_grads {
+  void *dw1, *db1, *dw2, *db2;
+  float *dweights; /* by slot */
+  void *dx_rows;   /* [R,D] gradient of each row's x (before the weight, when that is on the input) */
+};
+
+/* d[E,m,n] = sum over rows of A^T B; the other way round when weights are stored transposed. */
+static moe_status weight_grad(struct run *run, const struct experts *e, const void *a, int64_t m,
+                              int64_t a_topk, const void *b, int64_t n, int64_t b_topk, const float *weights,
+                              void *d, int accumulate) {
+  const moe_config *c = run->config;
+  const bool swap = c->transposed;
+  if (d == NULL) return MOE_OK;
+  RUN(run, wgrad, .rows = e->rows, .m = swap ? n : m, .n = swap ? m : n, .experts = e->count,
+      .row_offset = e->map.row_offset, .row_slot = e->map.row_slot, .a = swap ? b : a, .a_dtype = c->dtype,
+      .a_gather_topk = swap ? b_topk : a_topk, .b = swap ? a : b, .b_dtype = c->dtype,
+      .b_gather_topk = swap ? a_topk : b_topk, .weights = weights, .d = d, .d_dtype = c->grad_dtype,
+      .accumulate = accumulate);
+  return MOE_OK;
+}
+
+static moe_status bias_grad(struct run *run, const struct experts *e, const void *v, int64_t n, int64_t topk,
+                            const float *weights, void *d, int accumulate) {
+  if (d == NULL) return MOE_OK;
+  RUN(run, bias_grad, .rows = e->rows, .n = n, .experts = e->count, .row_offset = e->map.row_offset,
+      .row_slot = e->map.row_slot, .gather_topk = topk, .v = v, .v_dtype = run->config->dtype,
+      .weights = weights, .d = d, .d_dtype = run->config->grad_dtype, .accumulate = accumulate);
+  return MOE_OK;
+}
+
+/* The up projection once more; the same bits as in the forward pass. */
+static moe_status recompute_h(struct run *run, const struct experts *e, void *h) {
+  const moe_config *c = run->config;
+  RUN(run, gemm, .rows = e->rows, .n = moe_preact_width(&c->act, e->inter), .k = e->width,
+      .experts = e->count, .row_offset = e->map.row_offset, .row_slot = e->map.row_slot,
+      .gather_topk = e->topk, .a = e->x, .a_dtype = c->dtype, .b = e->w1, .b_dtype = c->dtype,
+      .b_kn = c->transposed, .weights = e->weight_on_input ? e->weights : NULL, .bias = e->b1,
+      .bias_dtype = c->dtype, .d = h, .d_dtype = c->dtype);
+  return MOE_OK;
+}
+
+/* From g = dout [T,D] to every gradient of these experts. h is the saved one, or NULL: computed again. */
+static moe_status run_experts(struct run *run, const struct experts *e, const void *g, const void *h,
+                              const struct expert_grads *d, int accumulate) {
+  const moe_config *c = run->config;
+  const size_t mark = run->workspace.used;
+  const int64_t f2 = moe_preact_width(&c->act, e->inter);
+  const float *out_weights = e->weight_on_input ? NULL : e->weights;
+  const float *in_weights = e->weight_on_input ? e->weights : NULL;
+  void *dh = moe_take(&run->workspace, e->rows * f2, c->dtype);
+  void *wa = d->dw2 ? moe_take(&run->workspace, e->rows * e->inter, c->dtype) : NULL;
+  if (h == NULL) TRY(recompute_h(run, e, dh)); /* and then overwritten in place by its gradient */
+  RUN(run, gemm, .rows = e->rows, .n = e->inter, .k = e->width, .experts = e->count,
+      .row_offset = e->map.row_offset, .row_slot = e->map.row_slot, .gather_topk = e->topk, .a = g,
+      .a_dtype = c->dtype, .b = e->w2, .b_dtype = c->dtype, .b_kn = !c->transposed,
+      .epilogue = MOE_EPILOGUE_DACT, .weights = out_weights, .d = wa, .d_dtype = c->dtype, .act = &c->act,
+      .h = h ? (void *)h : dh, .dh = dh, .dweights = e->weight_on_input ? NULL : d->dweights,
+      .dot_bias = e->b2, .bias_dtype = c->dtype);
+  TRY(weight_grad(run, e, g, e->width, e->topk, wa, e->inter, 0, NULL, d->dw2, accumulate));
+  TRY(bias_grad(run, e, g, e->width, e->topk, out_weights, d->db2, accumulate));
+  TRY(bias_grad(run, e, dh, f2, 0, NULL, d->db1, accumulate));
+  TRY(weight_grad(run, e, dh, f2, 0, e->x, e->width, e->topk, in_weights, d->dw1, accumulate));
+  if (d->dx_rows != NULL)
+    RUN(run, gemm, .rows = e->rows, .n = e->width, .k = f2, .experts = e->count,
+        .row_offset = e->map.row_offset, .row_slot = e->map.row_slot, .a = dh, .a_dtype = c->dtype,
+        .b = e->w1, .b_dtype = c->dtype, .b_kn = !c->transposed, .d = d->dx_rows, .d_dtype = c->dtype);
+  if (e->weight_on_input && d->dweights != NULL) /* h = p (x W1^T) + b1, so dp = <x, dh W1> */
+    RUN(run, combine_backward, .tokens = run->tokens, .hidden = e->width, .topk = e->topk, .rows = e->rows,
+        .slot_row = e->map.slot_row, .row_end = e->map.row_offset ? e->map.row_offset + e->count : NULL,
+        .y = d->dx_rows, .y_dtype = c->dtype, .dout = e->x, .dout_dtype = c->dtype, .dweights = d->dweights);
+  run->workspace.used = mark;
+  return MOE_OK;
+}
+
+/* Sums a token's rows of dx on top of `addend`. */
+static moe_status combine_rows(struct run *run, const struct experts *e, const void *rows,
+                               const float *addend, void *out, moe_dtype out_dtype) {
+  const int32_t *end = e->map.row_offset ? e->map.row_offset + e->count : NULL;
+  RUN(run, combine, .tokens = run->tokens, .hidden = e->width, .topk = e->topk, .rows = e->rows,
+      .slot_row = e->map.slot_row, .row_end = end, .weights = e->weight_on_input ? e->weights : NULL,
+      .addend = addend, .y = rows, .y_dtype = run->config->dtype, .out = out, .out_dtype = out_dtype);
+  return MOE_OK;
+}
+
+/* dx gathered in fp32 from several products: partial [T,H] += A [T,k] B [k,H]. */
+struct partial {
+  float *sum; /* NULL: dx is not wanted */
+  bool started;
+};
+
+static moe_status add_product(struct run *run, struct partial *dx, const void *a, moe_dtype a_dtype,
+                              const void *b, moe_dtype b_dtype, int64_t k, bool b_kn) {
+  if (dx->sum == NULL) return MOE_OK;
+  RUN(run, gemm, .rows = run->tokens, .n = run->config->hidden, .k = k, .experts = 1, .a = a,
+      .a_dtype = a_dtype, .b = b, .b_dtype = b_dtype, .b_kn = b_kn, .d = dx->sum, .d_dtype = MOE_FP32,
+      .accumulate = dx->started);
+  dx->started = true;
+  return MOE_OK;
+}
+
+/* Gradients of one-expert parameters over the tokens that take part: d = A^T x, A fp32 [T,m]. */
+static moe_status token_grad(struct run *run, const struct row_map *tokens, const void *a, moe_dtype a_dtype,
+                             int64_t m, const void *b, int64_t n, void *d, int accumulate) {
+  const moe_config *c = run->config;
+  if (d == NULL) return MOE_OK;
+  RUN(run, wgrad, .rows = run->tokens, .m = m, .n = n, .experts = 1, .row_offset = tokens->row_offset,
+      .row_slot = tokens->row_slot, .a = a, .a_dtype = a_dtype, .a_gather_topk = 1, .b = b,
+      .b_dtype = c->dtype, .b_gather_topk = 1, .d = d, .d_dtype = c->grad_dtype, .accumulate = accumulate);
+  return MOE_OK;
+}
+
+/* Through the router: dlogits, its parameters, and its share of dx. */
+static moe_status run_router(struct run *run, const moe_backward_args *io, const moe_params *params,
+                             const moe_param_grads *grads, const struct saved *s,
+                             const struct row_map *tokens, const float *dweights, struct partial *dx) {
+  const moe_config *c = run->config;
+  const size_t mark = run->workspace.used;
+  const bool hidden = c->entry == MOE_ENTRY_HIDDEN;
+  if (!hidden && io->dlogits == NULL && grads->router_bias == NULL) return MOE_OK;
+  void *dlogits = io->dlogits ? io->dlogits : moe_take(&run->workspace, run->tokens * c->experts, MOE_FP32);
+  const moe_dtype dtype = hidden ? MOE_FP32 : c->logits_dtype;
+  RUN(run, route_backward, .tokens = run->tokens, .experts = c->experts, .topk = c->topk,
+      .router = &c->router, .logits = hidden ? s->logits : io->logits, .logits_dtype = dtype,
+      .router_bias = params->router_bias, .ids = s->ids, .slot_row = s->map.slot_row,
+      .padding_mask = io->padding_mask, .dweights = dweights, .slopes = io->skip_losses ? NULL : s->slopes,
+      .loss_scale = io->loss_scale, .dlogits = dlogits, .dlogits_dtype = dtype);
+  if (grads->router_bias != NULL)
+    RUN(run, bias_grad, .rows = run->tokens, .n = c->experts, .experts = 1, .row_offset = tokens->row_offset,
+        .row_slot = tokens->row_slot, .gather_topk = 1, .v = dlogits, .v_dtype = dtype,
+        .d = grads->router_bias, .d_dtype = MOE_FP32, .accumulate = io->accumulate);
+  if (hidden) {
+    TRY(token_grad(run, tokens, dlogits, MOE_FP32, c->experts, io->x, c->hidden, grads->router_weight,
+                   io->accumulate));
+    TRY(add_product(run, dx, dlogits, MOE_FP32, params->router_weight, c->router_dtype, c->experts, true));
+  }
+  run->workspace.used = mark;
+  return MOE_OK;
+}
+
+/* Through the latent projections: dxl is the gradient of xl. */
+static moe_status run_latent(struct run *run, const moe_backward_args *io, const moe_params *params,
+                             const moe_param_grads *grads, const struct row_map *tokens, const void *dxl,
+                             struct partial *dx) {
+  const moe_config *c = run->config;
+  const bool swap = c->transposed;
+  TRY(token_grad(run, tokens, swap ? io->x : dxl, c->dtype, swap ? c->hidden : c->latent, swap ? dxl : io->x,
+                 swap ? c->latent : c->hidden, grads->latent_down, io->accumulate));
+  return add_product(run, dx, dxl, c->dtype, params->latent_down, c->dtype, c->latent, !c->transposed);
+}
+
+static moe_status latent_up_grad(struct run *run, const moe_backward_args *io, const struct saved *s,
+                                 const moe_param_grads *grads, const struct row_map *tokens) {
+  const moe_config *c = run->config;
+  const bool swap = c->transposed;
+  return token_grad(run, tokens, swap ? s->latent_out : io->dout, c->dtype, swap ? c->latent : c->hidden,
+                    swap ? io->dout : s->latent_out, swap ? c->hidden : c->latent, grads->latent_up,
+                    io->accumulate);
+}
+
+/* The routed experts, their router and the latent projections. What they add to dx goes to dx->sum; where nothing else
+ * follows, the last sum is rounded straight into io->dx. */
+static moe_status run_routed(struct run *run, const moe_backward_args *io, const moe_params *params,
+                             const moe_param_grads *grads, struct saved *s, const struct row_map *tokens,
+                             struct partial *dx) {
+  const moe_config *c = run->config;
+  const size_t mark = run->workspace.used;
+  struct experts e = moe_routed_experts(run, params, s);
+  e.x = c->latent > 0 ? s->latent_x : io->x;
+  if (!moe_has_router(c)) e.weights = io->given_weights;
+  if (c->entry == MOE_ENTRY_ROWS) e.map.row_offset = (int32_t *)io->row_offset;
+  const void *g = io->dout;
+  if (c->latent > 0) {
+    void *dlatent = moe_take(&run->workspace, run->tokens * c->latent, c->dtype);
+    RUN(run, gemm, .rows = run->tokens, .n = c->latent, .k = c->hidden, .experts = 1, .a = io->dout,
+        .a_dtype = c->dtype, .b = params->latent_up, .b_dtype = c->dtype, .b_kn = !c->transposed,
+        .d = dlatent, .d_dtype = c->dtype);
+    TRY(latent_up_grad(run, io, s, grads, tokens));
+    g = dlatent;
+  }
+  struct expert_grads d = {.dw1 = grads->w1, .db1 = grads->b1, .dw2 = grads->w2, .db2 = grads->b2};
+  d.dweights = moe_has_router(c) ? moe_take(&run->workspace, e.rows, MOE_FP32) : io->dtopk_weights;
+  if (!moe_has_router(c) && d.dweights != NULL) /* slots without a row stay 0 */
+    RUN(run, zero, .data = d.dweights, .bytes = (size_t)e.rows * sizeof(float));
+  if (dx->sum != NULL || (c->weight_on_input && d.dweights != NULL) || grads->latent_down != NULL)
+    d.dx_rows = moe_take(&run->workspace, e.rows * e.width, c->dtype);
+  TRY(run_experts(run, &e, g, s->h, &d, io->accumulate));
+  if (moe_has_router(c)) TRY(run_router(run, io, params, grads, s, tokens, d.dweights, dx));
+  if (c->latent > 0 && d.dx_rows != NULL) {
+    void *dxl = moe_take(&run->workspace, run->tokens * c->latent, c->dtype);
+    TRY(combine_rows(run, &e, d.dx_rows, NULL, dxl, c->dtype));
+    TRY(run_latent(run, io, params, grads, tokens, dxl, dx));
+  } else if (dx->sum != NULL) {
+    const bool last = c->shared_inter == 0;
+    TRY(combine_rows(run, &e, d.dx_rows, dx->started ? dx->sum : NULL, last ? io->dx : dx->sum,
+                     last ? c->dtype : MOE_FP32));
+    dx->started = true;
+  }
+  run->workspace.used = mark;
+  return MOE_OK;
+}
+
+/* The gate of the shared expert is a router of one logit with a sigmoid. */
+static moe_status run_gate(struct run *run, const moe_backward_args *io, const moe_params *params,
+                           const moe_param_grads *grads, const struct saved *s, const struct row_map *tokens,
+                           const float *dweights, struct partial *dx) {
+  static const moe_router_desc sigmoid = {
+      .score = MOE_SCORE_SIGMOID, .renorm_epsilon = 1e-20f, .scale = 1, .groups = 1, .topk_groups = 1};
+  const moe_config *c = run->config;
+  float *dlogits = moe_take(&run->workspace, run->tokens, MOE_FP32);
+  RUN(run, route_backward, .tokens = run->tokens, .experts = 1, .topk = 1, .router = &sigmoid,
+      .logits = s->gate_logits, .logits_dtype = MOE_FP32, .ids = s->gate_ids,
+      .padding_mask = io->padding_mask, .dweights = dweights, .loss_scale = 1, .dlogits = dlogits,
+      .dlogits_dtype = MOE_FP32);
+  TRY(token_grad(run, tokens, dlogits, MOE_FP32, 1, io->x, c->hidden, grads->shared_gate, io->accumulate));
+  return add_product(run, dx, dlogits, MOE_FP32, params->shared_gate, c->dtype, 1, true);
+}
+
+static moe_status run_shared(struct run *run, const moe_backward_args *io, const moe_params *params,
+                             const moe_param_grads *grads, const struct saved *s,
+                             const struct row_map *tokens, struct partial *dx) {
+  const moe_config *c = run->config;
+  const size_t mark = run->workspace.used;
+  struct experts e = moe_shared_experts(run, params, s);
+  e.x = io->x;
+  e.map = *tokens;
+  struct expert_grads d = {.dw1 = grads->shared_w1, .dw2 = grads->shared_w2};
+  if (params->shared_gate != NULL) {
+    d.dweights = moe_take(&run->workspace, run->tokens, MOE_FP32);
+    RUN(run, zero, .data = d.dweights, .bytes = (size_t)run->tokens * sizeof(float));
+  }
+  if (dx->sum != NULL) d.dx_rows = moe_take(&run->workspace, e.rows * e.width, c->dtype);
+  TRY(run_experts(run, &e, io->dout, s->shared_h, &d, io->accumulate));
+  if (params->shared_gate != NULL) TRY(run_gate(run, io, params, grads, s, tokens, d.dweights, dx));
+  if (dx->sum != NULL) TRY(combine_rows(run, &e, d.dx_rows, dx->started ? dx->sum : NULL, io->dx, c->dtype));
+  run->workspace.used = mark;
+  return MOE_OK;
+}
+
+moe_status moe_run_backward(struct run *run, const moe_backward_args *io, const moe_params *params,
+                            const moe_param_grads *grads) {
+  const moe_config *c = run->config;
+  struct saved s;
+  struct row_map tokens;
+  moe_lay_out_saved(run, &run->saved, true, &s);
+  TRY(moe_map_tokens(run, io->padding_mask, &tokens));
+  struct partial dx = {0};
+  if (io->dx != NULL) dx.sum = moe_take(&run->workspace, run->tokens * c->hidden, MOE_FP32);
+  TRY(run_routed(run, io, params, grads, &s, &tokens, &dx));
+  if (c->shared_inter > 0) return run_shared(run, io, params, grads, &s, &tokens, &dx);
+  if (c->latent > 0 && io->dx != NULL) /* only products so far: round their sum */
+    RUN(run, combine, .tokens = run->tokens, .hidden = c->hidden, .addend = dx.sum, .out = io->dx,
+        .out_dtype = c->dtype);
+  return MOE_OK;
+}

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The CPU back end: the specification of every op, on OpenMP threads. A context's state is the micro-kernel chosen for
+ * this processor; its units are the threads. */
+
+#include <string.h>
+
+#include "cpu.h"
+#include "kernel.h"
+
+#define MAX_THREADS 1024
+
+static moe_status available(void) { return MOE_OK; }
+
+static moe_status open_cpu(moe_context *ctx, int device) {
+  CHECK(device >= 0 && device <= MAX_THREADS, MOE_ERROR_ARGUMENT,
+        "context: device = %d, wanted a number of threads 0 .. %d for the CPU", device, MAX_THREADS);
+  const struct moe_cpu_kernel *kernel;
+  TRY(moe_cpu_kernel_select(&kernel));
+  const int offered = omp_get_max_threads();
+  ctx->device = device;
+  ctx->units = device > 0 ? device : offered < MAX_THREADS ? offered : MAX_THREADS;
+  ctx->state = (void *)kernel;
+  return MOE_OK;
+}
+
+static void close_cpu(moe_context *ctx) { (void)ctx; }
+
+static moe_status supports(const moe_context *ctx, const moe_config *config) {
+  (void)ctx, (void)config;
+  return MOE_OK;
+}
+
+static moe_status warmup(moe_context *ctx, const moe_config *config, moe_stream stream) {
+  (void)ctx, (void)config, (void)stream;
+  return MOE_OK;
+}
+
+moe_status moe_cpu_copy(moe_context *ctx, const moe_copy_args *args, moe_stream stream) {
+  (void)ctx, (void)stream;
+  if (args->bytes > 0) memcpy(args->dst, args->src, args->bytes);
+  return MOE_OK;
+}
+
+size_t moe_cpu_copy_scratch(const moe_context *ctx, const moe_copy_args *args) {
+  (void)ctx, (void)args;
+  return 0;
+}
+
+const struct backend moe_cpu_backend = {
+    .id = MOE_BACKEND_CPU,
+    .name = "cpu",
+    .available = available,
+    .open = open_cpu,
+    .close = close_cpu,
+    .supports = supports,
+    .warmup = warmup,
+#define MOE_OP(name) .name = moe_cpu_##name, .name##_scratch = moe_cpu_##name##_scratch,
+#include "../ops.def"
+#undef MOE_OP
+};
