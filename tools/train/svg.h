@@ -12,7 +12,7 @@ extern const char svg_style[];
 
 struct svg_series {
   const char *name;
-  const double *x, *y; /* [count] */
+  const double *x, *y; /* [count]; x counts steps */
   int count;
 };
 struct svg_level { /* a horizontal line to compare with */

@@ -22,3 +22,6 @@ size_t text_utf8(const uint8_t *p, size_t bytes);
 
 /* A name from a file made safe to print: anything but printable ASCII as \xNN, long ones cut with "...". Returns out. */
 const char *text_escape(char *out, size_t out_bytes, const char *name);
+
+/* As the text of an HTML element or attribute; bytes that HTML cannot hold become U+FFFD. */
+void text_html(FILE *f, const char *text);
