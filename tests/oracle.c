@@ -69,7 +69,7 @@ static void row_forward(const struct mlp *m, int64_t e, int64_t r) {
     const double bias = m->b2 ? m->b2[e * m->width + d] : 0;
     y[d] = dot(a, m->w2 + (e * m->width + d) * m->inter, m->inter) + bias;
   }
-  round_all(y, m->width, m->row_rounding);
+  round_all(y, m->width, m->rounding);
 }
 
 /* From the gradient of the combined output to dh, and a = weight * act(h), the operand of dW2; dweight on the way. */
@@ -103,7 +103,7 @@ static void up_backward(const struct mlp *m, int64_t e, int64_t r) {
     add_scaled(m->dw1 + row * m->width, weight * dh[c], x, m->width);
     m->db1[row] += dh[c];
   }
-  round_all(dx, m->width, m->row_rounding);
+  round_all(dx, m->width, m->rounding);
   if (!m->weight_on_input) return;
   m->dweight[r] = dot(dx, x, m->width);
   for (int64_t d = 0; d < m->width; d++) dx[d] *= weight;
@@ -241,7 +241,7 @@ static void allocate_routed(struct run *w) {
   const int64_t slots = w->tokens * w->topk;
   *m = (struct mlp){.experts = w->experts, .width = w->width, .inter = w->c.inter};
   m->weight_on_input = w->c.weight_on_input;
-  m->rounding = m->row_rounding = o->staged;
+  m->rounding = o->staged;
   m->w1 = o->w1, m->w2 = o->w2, m->b1 = o->b1, m->b2 = o->b2;
   allocate_bank(w, m, slots);
   m->h = o->h = output(w, slots * m->columns);
@@ -252,7 +252,6 @@ static void allocate_routed(struct run *w) {
   m->db2 = o->db2 = output(w, m->experts * m->width);
 }
 
-/* Rows of the shared expert never leave fp32: they are added where the combine is summed. */
 static void allocate_shared(struct run *w) {
   struct oracle *o = w->o;
   struct mlp *m = &w->shared;
@@ -390,15 +389,17 @@ static void shared_backward(struct run *w) {
   }
 }
 
+/* The gradient of the router bias is the sum of dlogits as they are stored. */
 static void router_backward(struct run *w) {
   struct oracle *o = w->o;
+  const int64_t experts = w->experts;
+  const int hidden = w->c.entry == MOE_ENTRY_HIDDEN;
   oracle_route_backward(w);
-  for (int64_t t = 0; t < w->tokens; t++)
-    add_scaled(o->drouter_bias, 1, o->dlogits + t * w->experts, w->experts);
-  if (w->c.entry == MOE_ENTRY_HIDDEN)
-    project_backward(w, o->x, o->dlogits, o->router_weight, w->hidden, w->experts, o->dx, o->drouter_weight);
-  else if (o->staged != MOE_DTYPE_DEFAULT)
-    round_all(o->dlogits, w->tokens * w->experts, w->c.logits_dtype);
+  if (o->staged != MOE_DTYPE_DEFAULT && !hidden)
+    round_all(o->dlogits, w->tokens * experts, w->c.logits_dtype);
+  for (int64_t t = 0; t < w->tokens; t++) add_scaled(o->drouter_bias, 1, o->dlogits + t * experts, experts);
+  if (hidden)
+    project_backward(w, o->x, o->dlogits, o->router_weight, w->hidden, experts, o->dx, o->drouter_weight);
 }
 
 static void deliver_all(struct run *w) {

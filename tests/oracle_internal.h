@@ -14,8 +14,7 @@
 struct mlp {
   const moe_act_desc *act;
   int weight_on_input;
-  moe_dtype rounding;                     /* of h, act(h), dh and weight*act(h) */
-  moe_dtype row_rounding;                 /* of y and of the dx rows */
+  moe_dtype rounding;                     /* of h, act(h), y, dh, weight*act(h) and the dx rows */
   int64_t experts, width, inter, columns; /* E, D, F, and 2F when gated, else F */
   const double *x, *dcombined;            /* [T,D] */
   const double *w1, *b1, *w2, *b2;
