@@ -255,18 +255,20 @@ void report_close(struct report *r) {
 /* -- report.html ----------------------------------------------------------------------------------------------- */
 
 static const char page_style[] =
-    "*{box-sizing:border-box}body{margin:0 auto;padding:20px 16px "
-    "48px;max-width:1080px;background:var(--page);"
-    "color:var(--ink);font:15px/1.5 system-ui,sans-serif}h1{font-size:22px;margin:0 0 12px}"
-    "h2{font-size:17px;margin:32px 0 4px}p{margin:4px 0 12px;color:var(--soft);max-width:75ch}"
-    ".grid-of{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));"
-    "align-items:start}figure{margin:0;padding:10px 8px;background:var(--card);border-radius:8px}"
-    ".narrow{max-width:480px;margin:10px 0}table{border-collapse:collapse}td{padding:2px "
-    "0;vertical-align:top}"
-    "td+td{padding-left:24px;text-align:right;font-variant-numeric:tabular-nums}td+td+td{text-align:left;"
-    "color:var(--soft)}pre{margin:0;padding:12px;background:var(--card);border-radius:8px;white-space:pre-"
-    "wrap;"
-    "overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace}";
+    "*{box-sizing:border-box}\n"
+    "body{margin:0 auto;padding:20px 16px 48px;max-width:1080px;background:var(--page);color:var(--ink);"
+    "font:15px/1.5 system-ui,sans-serif}\n"
+    "h1{font-size:22px;margin:0 0 12px}h2{font-size:17px;margin:32px 0 4px}\n"
+    "p{margin:4px 0 12px;color:var(--soft);max-width:75ch}\n"
+    ".side-by-side{display:grid;gap:14px;align-items:start;"
+    "grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr))}\n"
+    "figure{margin:0;padding:10px 8px;background:var(--card);border-radius:8px}\n"
+    ".narrow{max-width:480px;margin:10px 0}\n"
+    "table{border-collapse:collapse}td{padding:2px 0;vertical-align:top}\n"
+    "td+td{padding-left:min(24px,3vw);text-align:right;font-variant-numeric:tabular-nums}\n"
+    "td:nth-child(-n+2){white-space:nowrap}td+td+td{text-align:left;color:var(--soft)}\n"
+    "pre{margin:0;padding:12px;background:var(--card);border-radius:8px;white-space:pre-wrap;"
+    "overflow-wrap:anywhere;font:13px/1.45 ui-monospace,monospace}\n";
 
 static void table_row(FILE *f, const char *name, double v, const char *format, const char *note) {
   fprintf(f, "<tr><td>%s</td><td>", name);
@@ -329,7 +331,7 @@ static void copy_column(const struct report *r, size_t offset, double *out) {
 /* step, a and b: [count] each, room to work in. */
 static void charts(FILE *f, const struct report *r, const struct report_summary *s, const double *step,
                    double *a, double *b) {
-  fputs("<div class=\"grid-of\">\n<figure>", f);
+  fputs("<div class=\"side-by-side\">\n<figure>", f);
   copy_column(r, offsetof(struct report_row, train_bpb), a);
   copy_column(r, offsetof(struct report_row, val_bpb), b);
   loss_chart(f, r, s, step, a, b);
@@ -350,7 +352,7 @@ static void heat_maps(FILE *f, const struct report *r, const double *step, doubl
         "share: grey is even, blue is idle, orange is crowded.</p>\n<div class=\"narrow\">",
         f);
   svg_heat_legend(f);
-  fputs("</div>\n<div class=\"grid-of\">\n", f);
+  fputs("</div>\n<div class=\"side-by-side\">\n", f);
   for (int layer = 0; layer < r->layers; layer++) {
     char title[32];
     snprintf(title, sizeof title, "Layer %d", layer);
@@ -380,7 +382,7 @@ static void page(FILE *f, const struct report *r, const struct report_summary *s
         "dark\">\n<title>",
         f);
   text_html(f, title);
-  fprintf(f, "</title>\n<style>%s%s</style>\n</head>\n<body>\n<h1>", svg_style, page_style);
+  fprintf(f, "</title>\n<style>\n%s%s</style>\n</head>\n<body>\n<h1>", svg_style, page_style);
   text_html(f, title);
   fputs("</h1>\n", f);
   summary_table(f, s);

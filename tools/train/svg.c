@@ -13,36 +13,36 @@ enum {
   WIDTH = 480,
   LEFT = 54,
   RIGHT = 14,
-  TOP = 48,
+  TOP = 44,
   BOTTOM = 40,
   PLOT = WIDTH - LEFT - RIGHT,
   CLASSES = 9
 };
 enum {
-  LINES_HEIGHT = 190,
+  LINES_HEIGHT = 200,
+  LEGEND_ROW = 18,
   MAX_POINTS = 300,
   MAX_COLUMNS = 120
 };
 
 /* Blue and orange differ for every common kind of colour blindness; the scheme's middle is its background. */
 const char svg_style[] =
-    ":root{--ink:#1d2329;--soft:#5c6670;--page:#fff;--card:#f6f7f8;--line:#d5dade;--s0:#0072b2;--s1:#c8500a;"
-    "--s2:#00795a;--s3:#9b4d83;--q0:#053061;--q1:#2166ac;--q2:#67a9cf;--q3:#c3ddec;--q4:#e9ebec;--q5:#fbd9b5;"
-    "--q6:#f0a050;--q7:#c8600d;--q8:#7f3b08}"
-    "@media(prefers-color-scheme:dark){:root{--ink:#e6e9ec;--soft:#a0a9b2;--page:#14171a;--card:#1d2125;"
-    "--line:#3a4148;--s0:#56b4e9;--s1:#f09a3e;--s2:#3fc79a;--s3:#d79cc4;--q0:#b5dcff;--q1:#5aa6e8;--q2:#"
-    "3574ad;"
-    "--q3:#2a4560;--q4:#33383d;--q5:#5c4327;--q6:#a3651f;--q7:#e8912c;--q8:#ffd9a0}}"
-    "svg{display:block;width:100%;height:auto}svg text{fill:var(--soft);font-size:12px}"
-    "svg .title{fill:var(--ink);font-size:14px;font-weight:600}svg .value{fill:var(--ink)}"
-    "svg .halo{paint-order:stroke;stroke:var(--card);stroke-width:4px}"
-    ".grid{stroke:var(--line);stroke-width:1}.level{stroke:var(--soft);stroke-dasharray:5 4}"
-    ".curve{fill:none;stroke-width:2;stroke-linejoin:round}"
-    ".t0{stroke:var(--s0)}.t1{stroke:var(--s1)}.t2{stroke:var(--s2)}.t3{stroke:var(--s3)}"
-    ".f0{fill:var(--s0)}.f1{fill:var(--s1)}.f2{fill:var(--s2)}.f3{fill:var(--s3)}.cells{shape-rendering:"
-    "crispEdges}"
-    ".q0{fill:var(--q0)}.q1{fill:var(--q1)}.q2{fill:var(--q2)}.q3{fill:var(--q3)}.q4{fill:var(--q4)}"
-    ".q5{fill:var(--q5)}.q6{fill:var(--q6)}.q7{fill:var(--q7)}.q8{fill:var(--q8)}";
+    ":root{--ink:#1d2329;--soft:#5c6670;--page:#fff;--card:#f6f7f8;--line:#d5dade;"
+    "--s0:#0072b2;--s1:#c8500a;--s2:#00795a;--s3:#9b4d83;--q0:#053061;--q1:#2166ac;--q2:#67a9cf;"
+    "--q3:#c3ddec;--q4:#e9ebec;--q5:#fbd9b5;--q6:#f0a050;--q7:#c8600d;--q8:#7f3b08}\n"
+    "@media(prefers-color-scheme:dark){"
+    ":root{--ink:#e6e9ec;--soft:#a0a9b2;--page:#14171a;--card:#1d2125;--line:#3a4148;"
+    "--s0:#56b4e9;--s1:#f09a3e;--s2:#3fc79a;--s3:#d79cc4;--q0:#b5dcff;--q1:#5aa6e8;--q2:#3574ad;"
+    "--q3:#2a4560;--q4:#33383d;--q5:#5c4327;--q6:#a3651f;--q7:#e8912c;--q8:#ffd9a0}}\n"
+    "svg{display:block;width:100%;height:auto}svg text{fill:var(--soft);font-size:12px}\n"
+    "svg .title{fill:var(--ink);font-size:14px;font-weight:600}svg .value{fill:var(--ink)}\n"
+    ".grid{stroke:var(--line)}.level{stroke:var(--ink)}.cells{shape-rendering:crispEdges}\n"
+    ".dash0{stroke-dasharray:7 4}.dash1{stroke-dasharray:2 3}\n"
+    ".curve{fill:none;stroke-width:2;stroke-linejoin:round}\n"
+    ".t0{stroke:var(--s0)}.t1{stroke:var(--s1)}.t2{stroke:var(--s2)}.t3{stroke:var(--s3)}\n"
+    ".f0{fill:var(--s0)}.f1{fill:var(--s1)}.f2{fill:var(--s2)}.f3{fill:var(--s3)}\n"
+    ".q0{fill:var(--q0)}.q1{fill:var(--q1)}.q2{fill:var(--q2)}.q3{fill:var(--q3)}.q4{fill:var(--q4)}\n"
+    ".q5{fill:var(--q5)}.q6{fill:var(--q6)}.q7{fill:var(--q7)}.q8{fill:var(--q8)}\n";
 
 /* -- axes ------------------------------------------------------------------------------------------------------ */
 
@@ -192,24 +192,36 @@ static void curve(FILE *f, const struct svg_series *s, int which, const struct a
             which, place(ax, x[i]), place(ay, y[i]), x[i], y[i]);
 }
 
+static double legend_entry(FILE *f, double x, double y, const char *class, int which, const char *name) {
+  fprintf(f, "<path class=\"%s%d\" d=\"M%.1f %.1fh18\"/>", class, which, x, y - 4);
+  text_at(f, x + 23, y, "start", "label", name);
+  return x + 38 + 6.5 * (double)strlen(name);
+}
+
+/* The curves in one row, the levels with their values in the next. */
 static void legend(FILE *f, const struct svg_lines *c) {
   double x = LEFT;
-  for (int i = 0; c->series_count > 1 && i < c->series_count; i++) {
-    fprintf(f, "<path class=\"curve t%d\" d=\"M%.1f 32h16\"/>", i, x);
-    text_at(f, x + 21, 36, "start", "label", c->series[i].name);
-    x += 36 + 7 * (double)strlen(c->series[i].name);
+  for (int i = 0; c->series_count > 1 && i < c->series_count; i++)
+    x = legend_entry(f, x, 36, "curve t", i, c->series[i].name);
+  x = LEFT;
+  for (int i = 0; i < c->level_count; i++) {
+    char text[96];
+    snprintf(text, sizeof text, "%s: %.3f", c->levels[i].name, c->levels[i].y);
+    if (isfinite(c->levels[i].y)) x = legend_entry(f, x, 36 + LEGEND_ROW, "level dash", i, text);
   }
 }
 
-/* Of two levels the lower one is named below its line, so that the names cannot meet. */
-static void level(FILE *f, const struct svg_lines *c, int i, const struct axis *ay) {
-  const struct svg_level *l = &c->levels[i];
-  if (!isfinite(l->y)) return;
-  const int below = c->level_count == 2 && l->y < c->levels[1 - i].y;
-  char text[96];
-  snprintf(text, sizeof text, "%s %.3f", l->name, l->y);
-  fprintf(f, "<path class=\"level\" d=\"M%d %.1fh%d\"/>", LEFT, place(ay, l->y), PLOT);
-  text_at(f, WIDTH - RIGHT - 2, place(ay, l->y) + (below ? 14 : -5), "end", "halo", text);
+static void curves(FILE *f, const struct svg_lines *c, struct range x, struct range y, double top) {
+  const double bottom = top + LINES_HEIGHT;
+  const struct axis ax = steps_axis(x, LEFT, PLOT), ay = axis_of(y, 9, 1, bottom, -LINES_HEIGHT);
+  y_axis(f, &ay, c->y_label, 1);
+  x_axis(f, &ax, bottom, c->x_label);
+  for (int i = 0; i < c->series_count; i++) curve(f, &c->series[i], i, &ax, &ay);
+  for (int i = 0; i < c->level_count; i++)
+    if (isfinite(c->levels[i].y))
+      fprintf(f, "<path class=\"level dash%d\" d=\"M%d %.1fh%d\"/>\n", i, LEFT, place(&ay, c->levels[i].y),
+              PLOT);
+  legend(f, c);
 }
 
 void svg_lines(FILE *f, const struct svg_lines *c) {
@@ -220,20 +232,15 @@ void svg_lines(FILE *f, const struct svg_lines *c) {
       widen(&x, c->series[s].x[i]);
       widen(&y, c->series[s].y[i]);
     }
-  begin(f, TOP + LINES_HEIGHT + BOTTOM, c->title);
+  const double top = TOP + (c->level_count > 0 ? LEGEND_ROW : 0);
+  begin(f, x.low > x.high ? TOP + BOTTOM : top + LINES_HEIGHT + BOTTOM, c->title);
   if (x.low > x.high) {
     nothing(f);
     return;
   }
   for (int i = 0; i < c->level_count; i++) widen(&y, c->levels[i].y);
   if (c->from_zero) widen(&y, 0);
-  const struct axis ax = steps_axis(x, LEFT, PLOT);
-  const struct axis ay = axis_of(y, 6, 1, TOP + LINES_HEIGHT, -LINES_HEIGHT);
-  y_axis(f, &ay, c->y_label, 1);
-  x_axis(f, &ax, TOP + LINES_HEIGHT, c->x_label);
-  for (int i = 0; i < c->series_count; i++) curve(f, &c->series[i], i, &ax, &ay);
-  for (int i = 0; i < c->level_count; i++) level(f, c, i, &ay);
-  legend(f, c);
+  curves(f, c, x, y, top);
   fputs("</svg>\n", f);
 }
 
@@ -248,6 +255,15 @@ static int next_largest(const double *v, int count, int last) {
     if (later && (best < 0 || v[i] > v[best])) best = i;
   }
   return best;
+}
+
+static void bar_text(char *out, size_t bytes, double seconds, double longest, double sum) {
+  const double ms = seconds * 1e3;
+  const int decimals = ms >= 100 ? 0 : ms >= 10 ? 1 : 2;
+  if (longest >= 10)
+    snprintf(out, bytes, "%.1f s, %.1f %%", seconds, 100 * seconds / sum);
+  else
+    snprintf(out, bytes, "%.*f ms, %.1f %%", decimals, ms, 100 * seconds / sum);
 }
 
 void svg_bars(FILE *f, const char *title, const char *const *names, const double *seconds, int count) {
@@ -274,8 +290,7 @@ void svg_bars(FILE *f, const char *title, const char *const *names, const double
   for (double y = BARS_TOP; i >= 0; y += ROW, i = next_largest(seconds, count, i)) {
     const double length = (WIDTH - NAMES - VALUES) * seconds[i] / seconds[longest];
     char text[64];
-    snprintf(text, sizeof text, "%.*f ms, %.1f %%", seconds[i] < 0.1 ? 2 : 0, seconds[i] * 1e3,
-             100 * seconds[i] / sum);
+    bar_text(text, sizeof text, seconds[i], seconds[longest], sum);
     text_at(f, NAMES - 6, y + 14, "end", "label", names[i]);
     fprintf(f, "<rect class=\"f0\" x=\"%d\" y=\"%.1f\" width=\"%.1f\" height=\"%d\" rx=\"2\"/>", NAMES, y + 2,
             fmax(length, 1), ROW - 6);
@@ -355,7 +370,7 @@ void svg_heat_legend(FILE *f) {
     fprintf(f, "<rect class=\"cells q%d\" x=\"%d\" y=\"6\" width=\"%d\" height=\"14\"/>", class,
             24 + class * SWATCH, SWATCH);
     char text[32];
-    snprintf(text, sizeof text, "%gx", class < CLASSES - 1 ? class_above[class] : 0);
+    snprintf(text, sizeof text, "%g\u00d7", class < CLASSES - 1 ? class_above[class] : 0);
     if (class < CLASSES - 1) text_at(f, 24 + (class + 1) * SWATCH, 35, "middle", "tick", text);
   }
   fputs("</svg>\n", f);

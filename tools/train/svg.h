@@ -29,7 +29,7 @@ struct svg_lines {
 };
 void svg_lines(FILE *f, const struct svg_lines *chart);
 
-/* Horizontal bars, each with its value in ms and its share of the sum, longest first. */
+/* Horizontal bars, each with its time and its share of the sum, longest first. */
 void svg_bars(FILE *f, const char *title, const char *const *names, const double *seconds, int count);
 
 /* One band of cells: x = column, y = row; ratio 1 is even, below and above in two hues. */
