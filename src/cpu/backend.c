@@ -2,8 +2,6 @@
  * The CPU back end: the specification of every op, on OpenMP threads. A context's state is the micro-kernel chosen for
  * this processor; its units are the threads. */
 
-#include <string.h>
-
 #include "cpu.h"
 #include "kernel.h"
 
@@ -33,17 +31,6 @@ static moe_status supports(const moe_context *ctx, const moe_config *config) {
 static moe_status warmup(moe_context *ctx, const moe_config *config, moe_stream stream) {
   (void)ctx, (void)config, (void)stream;
   return MOE_OK;
-}
-
-moe_status moe_cpu_copy(moe_context *ctx, const moe_copy_args *args, moe_stream stream) {
-  (void)ctx, (void)stream;
-  if (args->bytes > 0) memcpy(args->dst, args->src, args->bytes);
-  return MOE_OK;
-}
-
-size_t moe_cpu_copy_scratch(const moe_context *ctx, const moe_copy_args *args) {
-  (void)ctx, (void)args;
-  return 0;
 }
 
 const struct backend moe_cpu_backend = {
