@@ -29,7 +29,6 @@ SANITIZE = $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-fra
 # No contraction outside the matrix kernels: what a formula says is what is computed, on every machine.
 FLAGS = -std=c11 -D_GNU_SOURCE -O2 -g -fPIC -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math \
         -Wall -Wextra -Wpedantic -Werror -MMD -MP -Iinclude $(SANITIZE)
-FLAGS_base   =
 FLAGS_avx2   = -mavx2 -mfma
 FLAGS_avx512 = $(FLAGS_avx2) -mavx512f -mavx512vl -mavx512dq -mavx512bw
 
@@ -71,11 +70,12 @@ $(BUILD)/libmoeblas.a: $(LIB_O)
 	$Q$(AR) rcs $@ $^
 # Exported are exactly the functions that the public headers declare.
 $(BUILD)/moeblas.map: $(wildcard include/*.h) Makefile
-	@mkdir -p $(@D); { echo 'MOEBLAS_0 { global:'; sed -nE 's/^[a-z][a-z0-9_ ]*[ *](moe_[a-z0-9_]+)\(.*/  \1;/p' $(filter %.h,$^); \
-	  echo 'local: *; };'; } >$@
+	@mkdir -p $(@D); (echo 'MOEBLAS_0 { global:'; sed -nE 's/^[a-z][a-z0-9_ ]*[ *](moe_[a-z0-9_]+)\(.*/\1;/p' $(filter %.h,$^); \
+	echo 'local: *; };') >$@
 $(BUILD)/$(SONAME): $(LIB_O) $(BUILD)/moeblas.map
 	@echo "  LD   $@"
-	$Q$(CC) -shared -fopenmp $(SANITIZE) -Wl,-soname,$(SONAME),--version-script=$(BUILD)/moeblas.map -o $@ $(LIB_O) -lm $(LDFLAGS)
+	$Q$(CC) -shared -fopenmp $(SANITIZE) -Wl,-soname,$(SONAME),--version-script=$(BUILD)/moeblas.map \
+	  $(if $(SAN),,-Wl,--no-undefined) -o $@ $(LIB_O) -lm $(LDFLAGS)
 $(BUILD)/libmoeblas.so: $(BUILD)/$(SONAME)
 	@ln -sf $(SONAME) $@
 $(BUILD)/moeblas: $(TOOL_O) $(BUILD)/libmoeblas.a
