@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What: call_<op>, which calls an op of the CPU back end the way src/ does, and buffers that notice overruns.
- * Idea: scratch is a heap block of exactly the bytes asked for, filled with NaN: a sanitizer sees one byte too far, and
- * reading before writing shows in the result. Outputs lie between guard bands, which need no sanitizer.
+ * What: call_<op>, which calls an op of the CPU back end the way src/ does, and buffers that notice
+ * overruns.
+ * Idea: scratch is a heap block of exactly the bytes asked for, filled with NaN: a sanitizer sees one byte
+ * too far, and reading before writing shows in the result. Outputs lie between guard bands, which need no
+ * sanitizer.
  * Invariant: nothing here computes what an op computes. */
 #pragma once
 
@@ -17,7 +19,8 @@ enum {
   GUARD_BYTE = 0xa5
 };
 
-/* A block of `bytes` NaN-filled bytes between guard bands; exits if memory is short, as a test cannot go on. */
+/* A block of `bytes` NaN-filled bytes between guard bands; exits if memory is short, as a test cannot go
+ * on. */
 static inline void *guarded(size_t bytes) {
   char *base = malloc(bytes + 3 * GUARD);
   if (base == NULL) exit(2);
@@ -58,9 +61,9 @@ static inline void guarded_free(void *block) {
 
 static inline size_t element_bytes(moe_dtype dtype) { return dtype == MOE_FP32 ? 4 : 2; }
 
-/* Half an ulp of 1 in the format. */
+/* The largest relative error of rounding to the format. */
 static inline double half_ulp(moe_dtype dtype) {
-  return dtype == MOE_FP32 ? 0x1p-24 : dtype == MOE_BF16 ? 0x1p-9 : 0x1p-12;
+  return dtype == MOE_FP32 ? 0x1p-24 : dtype == MOE_BF16 ? 0x1p-8 : 0x1p-11;
 }
 
 /* n uniform values times `range`, as dtype. */

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What: the number formats, by exhaustion: every code decodes to the value that the format's definition gives, and
- * comes back; every tie and its neighbours round as they must. Scalar codecs, array loops, and the convert op.
+ * What: the number formats, by exhaustion: every code decodes to the value that the format's definition
+ * gives, and comes back; every tie and its neighbours round as they must. Scalar codecs, array loops, and
+ * the convert op.
  * Idea: the reference builds values with ldexp from sign, exponent and fraction, in double. */
 #include "ops_call.h"
 
@@ -46,7 +47,8 @@ TEST(every_code_decodes_to_its_value_and_back) {
     }
 }
 
-/* Between each two neighbours: the tie goes to the even code, and the floats on either side of it to the nearer one. */
+/* Between each two neighbours: the tie goes to the even code, and the floats on either side of it to the
+ * nearer one. */
 TEST(ties_go_to_even_and_the_rest_to_the_nearest) {
   for (int d = 0; d < 2; d++)
     for (unsigned low = 0; low < infinity_of(HALVES[d]); low++)

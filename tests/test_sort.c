@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What: moe_cpu_sort against the definition: which slots are kept (by comparing each with each), and where they go.
- * Idea: the reference never sorts. A slot's row is the number of kept slots of lower experts, plus the kept slots of
- * its own expert before it; a slot is dropped when `capacity` others of its expert go before it. */
+ * What: moe_cpu_sort against the definition: which slots are kept (by comparing each with each), and where
+ * they go.
+ * Idea: the reference never sorts. A slot's row is the number of kept slots of lower experts, plus the
+ * kept slots of its own expert before it; a slot is dropped when `capacity` others of its expert go before
+ * it. */
 #include "ops_call.h"
 
 #include <limits.h>
