@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What: the activation and its gradient, unfused.
- * Idea: a block of a row is split into its gate and up halves in fp32, whatever the layout; each step is then one plain
- * loop with one activation in it, which vectorises.
- * Invariant: a block reads and writes the same columns of h, all of it read before any is written, so dh may be h. */
+ * Idea: a block of a row is split into its gate and up halves in fp32, whatever the layout; each step is
+ * then one plain loop with one activation in it, which vectorises.
+ * Invariant: a block reads and writes the same columns of h, all of it read before any is written, so dh
+ * may be h. */
 #include "cpu.h"
 
 #include "../act.h"

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What: each token's weighted sum of its experts' rows, and the gradient of that.
- * Idea: gather, never scatter: a token reads the rows of its slots in ascending order, so no two threads write the same
- * element and the order of every sum is fixed. Work goes by blocks of columns that stay in the first-level cache.
+ * Idea: gather, never scatter: a token reads the rows of its slots in ascending order, so no two threads
+ * write the same element and the order of every sum is fixed. Work goes by blocks of columns that stay in
+ * the first-level cache.
  * Invariant: results do not depend on the number of threads, nor on the other tokens. */
 #include "cpu.h"
 
@@ -61,7 +62,8 @@ size_t moe_cpu_combine_backward_scratch(const moe_context *ctx, const moe_combin
   return 0;
 }
 
-/* sum[i % LANES] += a[i] b[i]. The lanes are a local array while they add up, so that they live in registers. */
+/* sum[i % LANES] += a[i] b[i]. The lanes are a local array while they add up, so that they live in
+ * registers. */
 static void dot_lanes(float *sum, const float *restrict a, const float *restrict b, int64_t n) {
   float lane[LANES];
   memcpy(lane, sum, sizeof lane);

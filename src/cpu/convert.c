@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What: rows of any format as fp32 and back, the conversion op, the copy and the zero fill.
- * Idea: the format is switched on once a call, so that each loop has one codec in it and vectorises; everything else
- * of the CPU back end works on fp32 blocks that these two functions fill and drain.
+ * Idea: the format is switched on once a call, so that each loop has one codec in it and vectorises;
+ * everything else of the CPU back end works on fp32 blocks that these two functions fill and drain.
  * Invariant: element i of the result depends on element i of the source only. */
 #include "cpu.h"
 

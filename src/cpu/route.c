@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What: the choice of k experts a token and their weights, and the gradient of the logits.
- * Idea: a token at a time, all of it in fp32 with sums in double. The k best keys are kept in a short sorted list whose
- * last key is a threshold; experts are scanned in blocks, and a block with nothing above the threshold costs one
- * vectorised comparison.
+ * Idea: a token at a time, all of it in fp32 with sums in double. The k best keys are kept in a short
+ * sorted list whose last key is a threshold; experts are scanned in blocks, and a block with nothing above
+ * the threshold costs one vectorised comparison.
  * Invariant: a token's result depends on its own logits only, so neither threads nor batch change a bit. */
 #include "cpu.h"
 
@@ -15,7 +15,7 @@ enum {
   SCAN = 16
 }; /* experts compared with the threshold at once */
 
-/* ---- the n best of a list of keys ----------------------------------------------------------------------------- */
+/* ---- the n best of a list of keys ---------------------------------------------------------------------- */
 
 /* Best first; of equal keys the one offered first. */
 struct best {
@@ -51,7 +51,7 @@ static void offer_range(struct best *best, const float *key, int64_t first, int6
   }
 }
 
-/* ---- route ---------------------------------------------------------------------------------------------------- */
+/* ---- route --------------------------------------------------------------------------------------------- */
 
 /* A thread's scratch: six arrays of E elements. */
 struct work {
@@ -79,7 +79,8 @@ static bool is_masked(const uint8_t *padding_mask, int64_t t) {
   return padding_mask != NULL && padding_mask[t] != 0;
 }
 
-/* A key that is NaN (an infinite bias on an infinite score) ranks as -inf, like an expert whose logit is -inf. */
+/* A key that is NaN (an infinite bias on an infinite score) ranks as -inf, like an expert whose logit is
+ * -inf. */
 static void make_keys(const moe_route_args *args, const struct work *w) {
   const moe_router_desc *router = args->router;
   const float *bias = args->correction_bias;
@@ -187,13 +188,14 @@ moe_status moe_cpu_route(moe_context *ctx, const moe_route_args *args, moe_strea
   return MOE_OK;
 }
 
-/* ---- backward ------------------------------------------------------------------------------------------------- */
+/* ---- backward ------------------------------------------------------------------------------------------ */
 
 size_t moe_cpu_route_backward_scratch(const moe_context *ctx, const moe_route_backward_args *args) {
   return (size_t)ctx->units * work_floats(args->experts) * sizeof(float);
 }
 
-/* dscore[j], the gradient of the slots' scores from that of their weights, through scale and renormalisation. */
+/* dscore[j], the gradient of the slots' scores from that of their weights, through scale and
+ * renormalisation. */
 static void slot_gradients(const moe_route_backward_args *args, int64_t t, const float *score, double sum,
                            double *dscore) {
   const moe_router_desc *router = args->router;

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What: the balancing loss, the z-loss, and the slopes from which route_backward takes their gradients.
- * Idea: sequences one after the other (the whole call is one, unless MOE_BALANCE_SEQUENCE); the tokens of a sequence are
- * cut into chunks, which add up on their own in double and are then added in order.
- * Invariant: the cut depends on the number of tokens only, so the result does not depend on the number of threads. */
+ * Idea: sequences one after the other (the whole call is one, unless MOE_BALANCE_SEQUENCE); the tokens of
+ * a sequence are cut into chunks, which add up on their own in double and are then added in order.
+ * Invariant: the cut depends on the number of tokens only, so the result does not depend on the number of
+ * threads. */
 #include "cpu.h"
 
 #include <string.h>

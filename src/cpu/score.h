@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What: router logits and scores of one token, and their derivatives; shared by route.c and router_loss.c.
- * Idea: every function is one or two plain loops over the experts. Reductions run in a fixed number of lanes, so that
- * they vectorise and yet have one order of addition.
+ * Idea: every function is one or two plain loops over the experts. Reductions run in a fixed number of
+ * lanes, so that they vectorise and yet have one order of addition.
  * Invariant: z is never NaN and never +inf; a logit of -inf scores exactly 0 and has slope exactly 0. */
 #pragma once
 
@@ -84,7 +84,8 @@ static inline float score_sigmoid(float z) {
   return (z < 0 ? e : 1.0f) / (1.0f + e);
 }
 
-/* Below this, log(1+e^z) is e^z to within e^-17/2 = 2^-25.5, and the root is taken in the exponent, which reaches twice as far. */
+/* Below this, log(1+e^z) is e^z to within e^-17/2 = 2^-25.5, and the root is taken in the exponent, which
+ * reaches twice as far. */
 #define SOFTPLUS_TAIL -17.0f
 
 static inline float score_sqrt_softplus(float z) {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * What: rows from expert ids, a stable counting sort, after which experts over capacity drop slots.
- * Idea: the output arrays are the only memory. row_offset serves as the counters and cursors of the sort. Drops come
- * second: each expert over capacity finds the rank of its last kept slot by radix selection, and the kept slots move
- * up in place. Both are linear in the slots.
+ * Idea: the output arrays are the only memory. row_offset serves as the counters and cursors of the sort.
+ * Drops come second: each expert over capacity finds the rank of its last kept slot by radix selection,
+ * and the kept slots move up in place. Both are linear in the slots.
  * Invariant: inside an expert, rows are in slot order, before and after drops. */
 #include "cpu.h"
 
@@ -50,7 +50,8 @@ static void place_slots(const moe_sort_args *args) {
   cursor[0] = 0;
 }
 
-/* A number that orders as the slot's claim to a place: by weight, -0 as +0, NaN below all; by position, all alike. */
+/* A number that orders as the slot's claim to a place: by weight, -0 as +0, NaN below all; by position,
+ * all alike. */
 static uint32_t rank_of(const moe_sort_args *args, int32_t slot) {
   if (args->drop == MOE_DROP_POSITION) return 0;
   const float weight = args->weights[slot] + 0.0f;
@@ -59,7 +60,8 @@ static uint32_t rank_of(const moe_sort_args *args, int32_t slot) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-/* The keep-th largest rank of the slots, byte by byte from the top. *ties: how many slots of that very rank are kept. */
+/* The keep-th largest rank of the slots, byte by byte from the top. *ties: how many slots of that very
+ * rank are kept. */
 static uint32_t last_rank(const moe_sort_args *args, const int32_t *slots, int64_t n, int64_t keep,
                           int64_t *ties) {
   uint32_t rank = 0, known = 0;
