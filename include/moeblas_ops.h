@@ -138,7 +138,7 @@ typedef struct moe_load_summary {
 typedef struct moe_load_stats_args {
   MOE_OP_HEAD
   int64_t experts;
-  const int32_t *counts; /* [E] */
+  const int32_t *counts;  /* [E] */
   moe_load_summary *load; /* written */
 } moe_load_stats_args;
 size_t moe_load_stats_scratch(const moe_context *ctx, const moe_load_stats_args *args);
