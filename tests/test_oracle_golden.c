@@ -27,24 +27,24 @@ TEST(gpt_oss_clamped_swiglu) {
   oracle_free(&o);
 }
 
-/* Scores .9 .1 | .6 .5 | .7 .2 | .55 .58, the last one corrected to .88. */
+/* Scores .9 .1 | .6 .5 | .7 .2 | .55 .58, the last one corrected to .88. Four slots of two groups rank groups by two keys. */
 TEST(deepseek_group_routing) {
   const double score[8] = {.9, .1, .6, .5, .7, .2, .55, .58}, bias[8] = {0, 0, 0, 0, 0, 0, 0, .3};
-  const int32_t ids[3][3] = {{0, 7, 6}, {7, 2, 6}, {0, 7, 6}}; /* groups 0 3, 3 1, 0 3 */
-  const double weights[3][3] = {{.9, .58, .55}, {.58, .6, .55}, {.9, .58, .55}};
+  const int32_t ids[3][4] = {{0, 7, 6}, {7, 2, 6}, {7, 2, 6, 3}}; /* groups 0 3, 3 1, 3 1 */
+  const double weights[3][4] = {{.9, .58, .55}, {.58, .6, .55}, {.58, .6, .55, .5}};
   double logits[8], one = 1;
   for (int e = 0; e < 8; e++) logits[e] = log(score[e] / (1 - score[e]));
   for (int n = 0; n < 3; n++) {
-    moe_config c = {.hidden = 1, .inter = 1, .experts = 8, .topk = 3, .entry = MOE_ENTRY_LOGITS};
+    moe_config c = {.hidden = 1, .inter = 1, .experts = 8, .topk = n == 2 ? 4 : 3, .entry = MOE_ENTRY_LOGITS};
     c.router = (moe_router_desc){.score = MOE_SCORE_SIGMOID, .renormalize = 1, .scale = 2.5f, .groups = 4};
     c.router.topk_groups = 2, c.router.group_score = (moe_group_score)n;
     const double w[8] = {0};
     struct oracle o = {.config = &c, .tokens = 1, .x = &one, .logits = logits, .correction_bias = bias};
     o.w1 = o.w2 = w;
     REQUIRE(oracle_run(&o) == 0, "no memory");
-    const double sum = weights[n][0] + weights[n][1] + weights[n][2];
-    for (int j = 0; j < 3; j++) {
-      EXPECT(o.ids[j] == ids[n][j], "group score %d: id %d is %d", n, j, (int)o.ids[j]);
+    const double sum = weights[n][0] + weights[n][1] + weights[n][2] + weights[n][3];
+    for (int64_t j = 0; j < c.topk; j++) {
+      EXPECT(o.ids[j] == ids[n][j], "group score %d: id %d is %d", n, (int)j, (int)o.ids[j]);
       EXPECT(near(o.weights[j], 2.5 * weights[n][j] / sum), "group score %d: weight %.9g", n, o.weights[j]);
     }
     EXPECT(o.keys[4] == -INFINITY && near(o.keys[7], .88), "keys %g and %g", o.keys[4], o.keys[7]);
