@@ -63,8 +63,8 @@ $(BUILD)/cjson: # turns a missing header into a sentence
 	"moeblas: the command line tool needs cJSON (Debian: libcjson-dev); 'make lib' builds the library without it" >&2; exit 1; }
 
 $(BUILD)/libmoeblas.a: $(LIB_O)
-$O/libtrain.a: $(filter $O/tools/train/%,$(TOOL_O))
-$(BUILD)/libmoeblas.a $O/libtrain.a:
+$O/libtool.a: $(filter-out $O/tools/main.o,$(filter $O/tools/%,$(TOOL_O)))
+$(BUILD)/libmoeblas.a $O/libtool.a:
 	@echo "  AR   $@"; rm -f $@
 	$Q$(AR) rcs $@ $^
 # Exported are exactly the functions that the public headers declare.
@@ -81,7 +81,7 @@ $(BUILD)/moeblas: $(TOOL_O) $(BUILD)/libmoeblas.a
 	@echo "  LD   $@"
 	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ $(BLAS) -lcjson -lm $(LDFLAGS)
 # A test that defines __wrap_f stands in front of f.
-$(BUILD)/tests/%: $O/tests/%.o $(SHARE_O) $(HELP_O) $O/libtrain.a $(BUILD)/libmoeblas.a
+$(BUILD)/tests/%: $O/tests/%.o $(SHARE_O) $(HELP_O) $O/libtool.a $(BUILD)/libmoeblas.a
 	@mkdir -p $(@D); echo "  LD   $@"
 	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ -lcjson -lm $(LDFLAGS) $$(sed -nE 's/.*__wrap_([a-z_]+)\(.*/-Wl,--wrap=\1/p' tests/$*.c)
 
