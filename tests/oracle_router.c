@@ -36,9 +36,9 @@ static void score_token(struct run *w, int64_t t) {
   const int elementwise =
       w->c.router.score == MOE_SCORE_SIGMOID || w->c.router.score == MOE_SCORE_SQRT_SOFTPLUS;
   for (int64_t e = 0; e < experts; e++) {
-    score[e] = !elementwise                             ? share[e]
-               : w->c.router.score == MOE_SCORE_SIGMOID ? logistic(z[e])
-                                                        : sqrt(softplus(z[e]));
+    score[e] = share[e];
+    if (w->c.router.score == MOE_SCORE_SIGMOID) score[e] = logistic(z[e]);
+    if (w->c.router.score == MOE_SCORE_SQRT_SOFTPLUS) score[e] = sqrt(softplus(z[e]));
     sum += score[e];
   }
   for (int64_t e = 0; e < experts && elementwise; e++) share[e] = score[e] / sum;
@@ -56,10 +56,9 @@ static int64_t take_best(const double *key, uint8_t *taken, int64_t n) {
 /* Sum of the best keys of a group; how many is the group score's business. */
 static double group_key(const struct run *w, const double *key, int64_t size) {
   const moe_router_desc *router = &w->c.router;
-  const int64_t part = w->topk / router->topk_groups;
-  int64_t best = router->group_score == MOE_GROUP_MAX        ? 1
-                 : router->group_score == MOE_GROUP_TOP2_SUM ? 2
-                                                             : part;
+  int64_t best = 1;
+  if (router->group_score == MOE_GROUP_TOP2_SUM) best = 2;
+  if (router->group_score == MOE_GROUP_TOPK_SUM) best = w->topk / router->topk_groups;
   if (best < 1) best = 1;
   if (best > size) best = size;
   double sum = 0;
