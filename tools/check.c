@@ -81,7 +81,7 @@ bool check_run(moe_context *ctx, const struct sample *sample, struct run *run, s
   moe_plan *plan = check_plan(ctx, &sample->problem, v);
   *run = (struct run){0};
   if (plan == NULL) return false;
-  v->broken = !run_open(run, sample, plan, PLACE_PLAIN, 0xff);
+  v->broken = !run_open(run, sample, plan, PLACE_START, 0xff);
   if (!v->broken && check_calls(run, 0xff, v)) return true;
   check_run_close(run);
   return false;
@@ -191,27 +191,47 @@ static void print_verdict(struct job *job, const char *text, const struct verdic
   fflush(stdout);
 }
 
+static int take_mutations(struct job *job, const char *text, const struct sample *sample) {
+  struct mutation_count count;
+  if (!check_mutations(job->ctx, sample, &count))
+    return cli_fail("check", CLI_IO, "%s: a mutation could not be run: %s", text, moe_last_error());
+  json_open(&job->out, NULL, '{');
+  json_text(&job->out, "problem", text);
+  json_integer(&job->out, "noticed", count.passed);
+  json_open(&job->out, "unnoticed", '[');
+  for (int i = 0; i < count.failed; i++) json_text(&job->out, NULL, count.unnoticed[i]);
+  json_close(&job->out, ']');
+  json_close(&job->out, '}');
+  job->passed += count.passed;
+  job->failed += count.failed;
+  if (job->json) return CLI_GO_ON;
+  printf("%s%s%s %s: %d mutations noticed\n", count.failed ? cli_red(stdout) : cli_green(stdout),
+         count.failed ? "FAIL" : "PASS", cli_reset(stdout), text, count.passed);
+  for (int i = 0; i < count.failed; i++) printf("     unnoticed: %s\n", count.unnoticed[i]);
+  if (count.failed) printf("     repeat: moeblas check --mutate '%s'\n", text);
+  fflush(stdout);
+  return CLI_GO_ON;
+}
+
+static int take_sample(struct job *job, const char *text, const struct sample *sample) {
+  struct verdict v = {.row = -1};
+  if (job->mutate) return take_mutations(job, text, sample);
+  check_problem(job, sample, &v);
+  if (v.broken) return cli_fail("check", CLI_IO, "%s: memory was short", text);
+  print_verdict(job, text, &v);
+  *(v.refused ? &job->refused : v.failed ? &job->failed : &job->passed) += 1;
+  return CLI_GO_ON;
+}
+
 /* Returns CLI_GO_ON, or why the command must end. */
 static int take_problem(void *context, const struct problem *problem) {
   struct job *job = context;
   struct sample sample;
-  struct verdict v = {.row = -1};
   char text[PROBLEM_TEXT], error[PROBLEM_ERROR];
-  int code = CLI_GO_ON;
   problem_print(problem, text);
-  if (!sample_make(&sample, problem, error, sizeof error)) {
-    code = cli_fail("check", CLI_IO, "%s", error);
-  } else if (job->mutate) {
-    if (!check_mutations(job->ctx, &sample, text, job->json ? NULL : stdout, &job->passed, &job->failed))
-      code = cli_fail("check", CLI_IO, "%s: memory was short", text);
-  } else {
-    check_problem(job, &sample, &v);
-    if (v.broken)
-      code = cli_fail("check", CLI_IO, "%s: memory was short", text);
-    else
-      print_verdict(job, text, &v);
-    *(v.refused ? &job->refused : v.failed ? &job->failed : &job->passed) += 1;
-  }
+  const int code = sample_make(&sample, problem, error, sizeof error)
+                       ? take_sample(job, text, &sample)
+                       : cli_fail("check", CLI_IO, "%s", error);
   sample_free(&sample);
   return code;
 }

@@ -50,7 +50,13 @@ void check_run_close(struct run *run); /* the plan as well */
 void check_compare(const struct sample *truth, const struct run *run, struct verdict *verdict);
 /* Equal bits of what must be equal (check_bits.c). */
 void check_bitwise(moe_context *ctx, const struct sample *sample, struct verdict *verdict);
-/* Plants every mutation that applies and looks whether check_compare notices (mutate.c). One line of text each;
- * counts those noticed and those not. False: memory was short. */
-bool check_mutations(moe_context *ctx, const struct sample *sample, const char *problem, FILE *stream,
-                     int *noticed, int *unnoticed);
+enum {
+  MUTATION_LIMIT = 64
+};
+struct mutation_count {
+  int passed;
+  int failed;
+  const char *unnoticed[MUTATION_LIMIT]; /* names of those that failed */
+};
+/* Plants every mutation that applies, and looks whether check_compare notices (mutate.c). False: one could not be run. */
+bool check_mutations(moe_context *ctx, const struct sample *sample, struct mutation_count *count);
