@@ -363,6 +363,20 @@ static void check_hostile_offsets(const struct layer_case *c) {
 }
 TEST(hostile_offsets_stay_inside) { EACH_CASE(check_hostile_offsets, c->entry == MOE_ENTRY_ROWS); }
 
+static void check_vast_capacity(const struct layer_case *c) {
+  struct layer_case vast = *c, none = *c;
+  vast.config.capacity_factor = 1e30f;
+  none.config.capacity_factor = 0;
+  struct layer a, b;
+  OPEN(&a, &none, o.seed = 8);
+  OPEN(&b, &vast, o.seed = 8);
+  RAN(layer_run(&a), c);
+  RAN(layer_run(&b), c);
+  SAME(&a, &b, 0, c, "a vast capacity");
+  layer_close(&a), layer_close(&b);
+}
+TEST(a_vast_capacity_drops_nothing) { EACH_CASE(check_vast_capacity, c->capacity_factor > 0); }
+
 /* ---- the reports */
 
 static void check_reports(const struct layer_case *c) {
