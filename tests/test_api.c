@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The public edge before a run: names, contexts, plans and sizes. Whatever is wrong is answered by a status
- * and a sentence that names the operation, the argument, what was found and what was wanted; nothing leaks. */
+ * and a sentence that names the operation, the argument, what was found and what was wanted. */
 #include "test.h"
 
 #include <math.h>
