@@ -254,7 +254,7 @@ static int finish(struct job *job, int code) {
     json_integer(&job->out, "failed", job->failed);
     json_integer(&job->out, "refused", job->refused);
     json_close(&job->out, '}');
-  } else {
+  } else if (code == CLI_GO_ON) {
     if (job->refused) printf("%d refused\n", job->refused);
     printf("%d passed, %d failed\n", job->passed, job->failed);
   }
