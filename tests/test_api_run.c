@@ -83,7 +83,7 @@ TEST(missing_arrays) { EACH_CASE(check_missing, 1); }
 
 static void check_misaligned(const struct layer_case *c) {
   struct layer l;
-  OPEN(&l, c, o.seed = 2);
+  OPEN(&l, c, o.before = 1); /* so that an accepted one does not fall off its page */
   for (int id = 0; id < LAYER_ARRAY_COUNT; id++)
     for (int shift = 1; shift < 16 && l.array[id].data != NULL; shift += 7) {
       unsigned char *const data = l.array[id].data;
