@@ -222,7 +222,7 @@ TEST(config_enums_and_flags) {
 }
 
 TEST(config_activation) {
-  REFUSE(ARGUMENT, "plan: act.kind = 8, wanted", c.act.kind = MOE_ACT_COUNT);
+  REFUSE(ARGUMENT, "plan: act.kind = ", c.act.kind = MOE_ACT_COUNT);
   REFUSE(ARGUMENT, "plan: act.kind = -1, wanted", c.act.kind = (moe_activation)-1);
   REFUSE(ARGUMENT, "plan: act.gated = 2, wanted 0 or 1", c.act.gated = 2);
   REFUSE(ARGUMENT, "plan: act.alpha = 1, but geglu has no", c.act.kind = MOE_ACT_GELU, c.act.alpha = 1);
