@@ -334,7 +334,7 @@ TEST(no_memory) {
 
 static void check_monotone(const struct layer_case *c) {
   struct layer l;
-  OPEN(&l, c, o.tokens = 1);
+  OPEN(&l, c, o.tokens = 1, o.threads = 7);
   const int64_t most = INT32_MAX / c->config.topk;
   size_t workspace = 0, saved = 0;
   for (int64_t t = 0; t <= most; t += t < 600 ? 1 : t / 5) {
