@@ -94,10 +94,11 @@ static void drop_db2(const struct sample *s, struct run *run) {
   scale_rows(s, run_data(run, T_DB2), T_DB2, loudest(s, run, T_DB2), 1, 0);
 }
 static bool logits_matter(const struct sample *s, const struct run *run) {
-  /* k = 1, renormalised: the gradient is rounding noise around 0, and so is its double */
+  /* Where one weight is 1 (k = 1, renormalised, or a lone expert), the gradient is rounding noise around 0, and so is
+   * its double. */
   const moe_router_desc *r = &s->problem.config.router;
   const bool constant = s->problem.config.topk == 1 && (r->renormalize || r->score == MOE_SCORE_TOPK_SOFTMAX);
-  return has_dlogits(s, run) && !constant;
+  return has_dlogits(s, run) && !constant && s->problem.skew == SKEW_UNIFORM;
 }
 static void double_dlogits(const struct sample *s, struct run *run) {
   scale_rows(s, run_data(run, T_DLOGITS), T_DLOGITS, 0, s->shape[T_DLOGITS].rows, 2);
