@@ -32,7 +32,7 @@ static const struct preset presets[] = {
 };
 
 static void more(void) {
-  printf("An interrupt (Ctrl-C) finishes the step, saves, and exits with status 130; --resume goes on from "
+  printf("\nAn interrupt (Ctrl-C) finishes the step, saves, and exits with status 130; --resume goes on from "
          "there.\n");
 }
 
