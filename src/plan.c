@@ -175,9 +175,9 @@ static moe_status check_sizes(const moe_config *c) {
 static moe_status check_flags(const moe_config *c) {
   TRY(moe_check_range("plan", "weight_on_input", c->weight_on_input, 0, 1));
   TRY(moe_check_range("plan", "transposed", c->transposed, 0, 1));
-  TRY(moe_check_range("plan", "entry", (int64_t)c->entry, MOE_ENTRY_HIDDEN, MOE_ENTRY_ROWS));
-  TRY(moe_check_range("plan", "drop", (int64_t)c->drop, MOE_DROP_WEIGHT, MOE_DROP_POSITION));
-  TRY(moe_check_range("plan", "recompute", (int64_t)c->recompute, MOE_RECOMPUTE_NONE, MOE_RECOMPUTE_H));
+  TRY(moe_check_range("plan", "entry", (int)c->entry, MOE_ENTRY_HIDDEN, MOE_ENTRY_ROWS));
+  TRY(moe_check_range("plan", "drop", (int)c->drop, MOE_DROP_WEIGHT, MOE_DROP_POSITION));
+  TRY(moe_check_range("plan", "recompute", (int)c->recompute, MOE_RECOMPUTE_NONE, MOE_RECOMPUTE_H));
   return check_finite("plan", "capacity_factor", c->capacity_factor, 0);
 }
 
