@@ -13,9 +13,7 @@ CC     = gcc
 PREFIX ?= /usr/local
 ONLY   ?=
 CUDA   = 0
-ifneq ($(CUDA),0)
-$(error CUDA=$(CUDA): this version has no CUDA back end; leave CUDA out or say CUDA=0)
-endif
+$(if $(filter-out 0,$(CUDA)),$(error CUDA=$(CUDA): this version has no CUDA back end; leave CUDA out or say CUDA=0))
 MAKEFLAGS += -r $(if $(filter 0,$(MAKELEVEL)),-j$(shell nproc))
 
 VERSION := $(shell sed -nE 's/^\#define MOE_VERSION_(MAJOR|MINOR|PATCH) ([0-9]+)$$/\2/p' include/moeblas.h | paste -sd.)
@@ -43,13 +41,12 @@ TESTS   := $(patsubst %.c,$(BUILD)/%,$(wildcard tests/test_*.c))
 HELP_O  := $(patsubst %.c,$O/%.o,$(wildcard tests/support*.c))
 
 .PHONY: all lib tests train test check bench gates install clean help deps gpu gpu-check gpu-bench
-.DELETE_ON_ERROR:
-.SECONDARY:
+.DELETE_ON_ERROR .SECONDARY:
 all: lib $(BUILD)/moeblas
 lib: $(BUILD)/libmoeblas.a $(BUILD)/libmoeblas.so
 tests: all $(TESTS)
 
-$O/src/cpu/%.o: FLAGS += -O3
+$O/src/cpu/%.o $O/tools/train/%.o: FLAGS += -O3
 $O/src/cpu/kernel_%.o: FLAGS += -ffp-contract=fast $(FLAGS_$*) -DMOE_KERNEL=$*
 $O/tests/%.o: FLAGS += -Isrc -Itests
 $O/tools/%.o: FLAGS += -Itools -Itests
@@ -66,6 +63,8 @@ $(BUILD)/cjson: # turns a missing header into a sentence
 	"moeblas: the command line tool needs cJSON (Debian: libcjson-dev); 'make lib' builds the library without it" >&2; exit 1; }
 
 $(BUILD)/libmoeblas.a: $(LIB_O)
+$O/libtool.a: $(filter-out $O/tools/main.o,$(filter $O/tools/%,$(TOOL_O)))
+$(BUILD)/libmoeblas.a $O/libtool.a:
 	@echo "  AR   $@"; rm -f $@
 	$Q$(AR) rcs $@ $^
 # Exported are exactly the functions that the public headers declare.
@@ -82,9 +81,9 @@ $(BUILD)/moeblas: $(TOOL_O) $(BUILD)/libmoeblas.a
 	@echo "  LD   $@"
 	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ $(BLAS) -lcjson -lm $(LDFLAGS)
 # A test that defines __wrap_f stands in front of f.
-$(BUILD)/tests/%: $O/tests/%.o $(SHARE_O) $(HELP_O) $(BUILD)/libmoeblas.a
+$(BUILD)/tests/%: $O/tests/%.o $(SHARE_O) $(HELP_O) $O/libtool.a $(BUILD)/libmoeblas.a
 	@mkdir -p $(@D); echo "  LD   $@"
-	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ -lm $(LDFLAGS) $$(sed -nE 's/.*__wrap_([a-z_]+)\(.*/-Wl,--wrap=\1/p' tests/$*.c)
+	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ -lcjson -lm $(LDFLAGS) $$(sed -nE 's/.*__wrap_([a-z_]+)\(.*/-Wl,--wrap=\1/p' tests/$*.c)
 
 train: ; @tools/deps.sh train && $(MAKE) --no-print-directory all && $(BUILD)/moeblas train --out run
 test:  ; @tools/deps.sh test && $(MAKE) --no-print-directory tests && BUILD=$(BUILD) ONLY='$(ONLY)' tests/run.sh $(PARTS)

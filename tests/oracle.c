@@ -12,6 +12,7 @@ static void round_all(double *v, int64_t n, moe_dtype dtype) {
 
 /* ---- the activation on a row of h */
 
+/* Interleaved halves alternate in blocks of `step` columns. */
 static int64_t gate_column(const struct mlp *m, int64_t f) {
   const int64_t step = m->act->interleave;
   if (!m->act->gated || m->act->layout == MOE_LAYOUT_CONCAT_GATE_FIRST) return f;
@@ -27,6 +28,7 @@ static double gate_value(const moe_act_desc *act, double g) {
   return oracle_act(act->kind, g > act->gate_max ? act->gate_max : g, act->alpha, act->beta);
 }
 
+/* The masks are inclusive and look at the unclamped value. */
 static double gate_slope(const moe_act_desc *act, double g) {
   return g > act->gate_max ? 0 : oracle_dact(act->kind, g, act->alpha, act->beta);
 }
@@ -55,6 +57,7 @@ static void act_backward(const struct mlp *m, const double *h, int64_t f, double
 
 /* ---- a bank of experts */
 
+/* h = weight x W1^T + b1, a = act(h), y = a W2^T + b2; a is the act of the rounded h. */
 static void row_forward(const struct mlp *m, int64_t e, int64_t r) {
   const double *x = m->x + m->token[r] * m->width, weight = m->weight_on_input ? m->weight[r] : 1;
   double *h = m->h + r * m->columns, *a = m->a + r * m->inter, *y = m->y + r * m->width;
@@ -94,6 +97,8 @@ static void down_backward(const struct mlp *m, int64_t e, int64_t r) {
   }
 }
 
+/* From dh to dx, dW1 and db1. A weight on the input is a factor of x W1^T, so its gradient is <dh W1, x>, and the
+ * product of it and dh is never stored, hence never rounded. */
 static void up_backward(const struct mlp *m, int64_t e, int64_t r) {
   const double *x = m->x + m->token[r] * m->width, weight = m->weight_on_input ? m->weight[r] : 1;
   double *dh = m->dh + r * m->columns, *dx = m->dx + r * m->width;
@@ -140,6 +145,7 @@ static void project(const struct run *w, const double *x, const double *weight, 
     for (int64_t i = 0; i < out && w->live[t]; i++) y[t * out + i] += dot(x + t * in, weight + i * in, in);
 }
 
+/* Adds to dx and dweight, both of which other terms share. */
 static void project_backward(const struct run *w, const double *x, const double *dy, const double *weight,
                              int64_t in, int64_t out, double *dx, double *dweight) {
   for (int64_t t = 0; t < w->tokens; t++)
@@ -168,6 +174,7 @@ static void resolve_act(moe_act_desc *act) {
   if (act->interleave == 0) act->interleave = 1;
 }
 
+/* The defaults of moeblas.h, as the floats that a caller would have written. */
 static void resolve(moe_config *c) {
   if (c->dtype == MOE_DTYPE_DEFAULT) c->dtype = MOE_BF16;
   if (c->logits_dtype == MOE_DTYPE_DEFAULT) c->logits_dtype = MOE_FP32;
@@ -325,6 +332,7 @@ static void allocate(struct run *w) {
 
 /* ---- the layer */
 
+/* Rows behind the last expert are treated as masked: nothing reads them. */
 static void find_live(struct run *w) {
   for (int64_t t = 0; t < w->tokens; t++) {
     const int tail = w->c.entry == MOE_ENTRY_ROWS && t >= w->o->row_offset[w->experts];
@@ -361,6 +369,7 @@ static void forward(struct run *w) {
   round_all(o->out, values, o->staged);
 }
 
+/* dx is left unrounded: the shared expert and the router still add to it. */
 static void routed_backward(struct run *w) {
   struct oracle *o = w->o;
   const int64_t latent = w->c.latent;

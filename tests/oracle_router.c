@@ -18,8 +18,10 @@ static double softmax(const double *z, double *p, int64_t n) {
   return top + log(sum);
 }
 
+/* log(1 + e^z) without overflow for large z and without cancellation for small. */
 static double softplus(double z) { return fmax(z, 0) + log1p(exp(-fabs(z))); }
 
+/* Scores are those of moe_score; share is what the balancing loss averages. */
 static void score_token(struct run *w, int64_t t) {
   const struct oracle *o = w->o;
   const int64_t experts = w->experts;
@@ -36,9 +38,9 @@ static void score_token(struct run *w, int64_t t) {
   const int elementwise =
       w->c.router.score == MOE_SCORE_SIGMOID || w->c.router.score == MOE_SCORE_SQRT_SOFTPLUS;
   for (int64_t e = 0; e < experts; e++) {
-    score[e] = !elementwise                             ? share[e]
-               : w->c.router.score == MOE_SCORE_SIGMOID ? logistic(z[e])
-                                                        : sqrt(softplus(z[e]));
+    score[e] = share[e];
+    if (w->c.router.score == MOE_SCORE_SIGMOID) score[e] = logistic(z[e]);
+    if (w->c.router.score == MOE_SCORE_SQRT_SOFTPLUS) score[e] = sqrt(softplus(z[e]));
     sum += score[e];
   }
   for (int64_t e = 0; e < experts && elementwise; e++) share[e] = score[e] / sum;
@@ -56,10 +58,9 @@ static int64_t take_best(const double *key, uint8_t *taken, int64_t n) {
 /* Sum of the best keys of a group; how many is the group score's business. */
 static double group_key(const struct run *w, const double *key, int64_t size) {
   const moe_router_desc *router = &w->c.router;
-  const int64_t part = w->topk / router->topk_groups;
-  int64_t best = router->group_score == MOE_GROUP_MAX        ? 1
-                 : router->group_score == MOE_GROUP_TOP2_SUM ? 2
-                                                             : part;
+  int64_t best = 1;
+  if (router->group_score == MOE_GROUP_TOP2_SUM) best = 2;
+  if (router->group_score == MOE_GROUP_TOPK_SUM) best = w->topk / router->topk_groups;
   if (best < 1) best = 1;
   if (best > size) best = size;
   double sum = 0;
@@ -80,6 +81,8 @@ static void choose_groups(struct run *w, double *key) {
   }
 }
 
+/* Keys are always made, so that a test can judge a decision it imposed. A logit of -inf ranks last whatever its score
+ * and correction would say. */
 static void choose(struct run *w, int64_t t) {
   const moe_router_desc *router = &w->c.router;
   const double *bias = w->o->correction_bias, *z = w->z + t * w->experts;
@@ -97,6 +100,7 @@ static void choose(struct run *w, int64_t t) {
     w->o->ids[s] = decided ? decided[s] : (int32_t)take_best(key, w->taken, w->experts);
 }
 
+/* Skipped slots have raw weight 0, so they are in no sum. */
 static void weigh(struct run *w, int64_t t) {
   const moe_router_desc *router = &w->c.router;
   const int32_t *ids = w->o->ids + t * w->topk;
@@ -134,6 +138,7 @@ int64_t oracle_sequences(const struct run *w) {
   return (w->tokens + w->c.router.sequence_tokens - 1) / w->c.router.sequence_tokens;
 }
 
+/* Without sequences the whole batch is one. */
 static int64_t sequence_of(const struct run *w, int64_t t) {
   return w->c.router.balance == MOE_BALANCE_SEQUENCE ? t / w->c.router.sequence_tokens : 0;
 }
@@ -280,6 +285,7 @@ static double score_slope(moe_score kind, double z, double score) {
   return score > 0 ? logistic(z) / (2 * score) : 0;
 }
 
+/* dshare from the balancing loss; dz from the z-loss, whose logsumexp has the softmax as gradient. */
 static void losses_backward(struct run *w, int64_t t, double *dz) {
   const struct oracle *o = w->o;
   const double scale = o->skip_losses ? 0 : o->loss_scale != 0 ? o->loss_scale : 1;
@@ -291,6 +297,7 @@ static void losses_backward(struct run *w, int64_t t, double *dz) {
   }
 }
 
+/* A slot without a row has dweight 0 but still feels the others through the renormalisation. */
 static void token_backward(struct run *w, int64_t t) {
   const int64_t experts = w->experts;
   const double *z = w->z + t * experts, *score = w->score + t * experts, *share = w->share + t * experts;

@@ -362,6 +362,9 @@ TEST(the_page_shows_the_numbers) {
                                 "&lt;up&gt; &amp; &quot;down&quot;"};
   for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
     EXPECT(strstr(html.data, wanted[i]), "%s is missing", wanted[i]);
+  int points = 0; /* 40 rows in each of three charts, and every third one held out */
+  for (const char *at = html.data; (at = strstr(at, "<circle")) != NULL; at++) points++;
+  EXPECT(points == 3 * 40 + 14, "%d points", points);
   const char *layer1 = strstr(html.data, "Layer 1</text>");
   const char *idle = layer1 ? strstr(layer1, "cells q0\" d=\"") : NULL,
              *hot = layer1 ? strstr(layer1, "cells q7\" d=\"") : NULL;

@@ -266,6 +266,8 @@ TEST(a_checkpoint_comes_back_bit_by_bit) {
   EXPECT(checkpoint_read(&c, &other, error, 512) == 2 && strstr(error, "has shape [2,3], wanted [3,2]"), "%s",
          error);
   EXPECT(checkpoint_read(&c, &absent, error, 512) == 2 && strstr(error, "has no tensor w\\x1b"), "%s", error);
+  const struct tensor longer = {"layer.0.w1", room, {2, 3, 1}, 3};
+  EXPECT(checkpoint_read(&c, &longer, error, 512) == 2 && strstr(error, "wanted [2,3,1]"), "%s", error);
   EXPECT(truncate(c.path, 200) == 0, "truncate");
   struct tensor last = tensors[3];
   last.data = room;

@@ -35,7 +35,6 @@ int cli_finish(const char *command, int code) {
 static int print_help(const struct command *command) {
   printf("usage: moeblas %s [OPTION...]%s%s\n\n%s\n", command->name, command->arguments ? " " : "",
          command->arguments ? command->arguments : "", command->about);
-  if (command->notes) printf("\n%s\n", command->notes);
   printf("\noptions:\n");
   for (int i = 0; i < command->option_count; i++) {
     const struct option *o = &command->options[i];
@@ -44,6 +43,7 @@ static int print_help(const struct command *command) {
     printf("  %-20s %s\n", left, o->help);
   }
   printf("  %-20s %s\n", "--help", "this text");
+  if (command->more) command->more();
   printf(
       "\nexit status: 0 ok, 1 a check failed, 2 wrong usage or refused input, 3 input, output or memory\n");
   return cli_finish(command->name, CLI_OK);

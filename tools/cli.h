@@ -41,7 +41,7 @@ struct command {
   const char *name;      /* "check" */
   const char *arguments; /* "[PROBLEM...]"; NULL: takes none */
   const char *about;     /* one line */
-  const char *notes;     /* more lines for --help, or NULL */
+  void (*more)(void);    /* prints what else --help says, or NULL */
   const struct option *options;
   int option_count;
 };

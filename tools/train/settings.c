@@ -31,6 +31,11 @@ static const struct preset presets[] = {
      .rate = 1.5e-3},
 };
 
+static void more(void) {
+  printf("An interrupt (Ctrl-C) finishes the step, saves, and exits with status 130; --resume goes on from "
+         "there.\n");
+}
+
 int settings_parse(struct settings *s, int argc, char **argv) {
   *s = (struct settings){.out = "run", .steps = -1, .stop = -1, .seed = -1, .sample_bytes = 200};
   bool data = false;
@@ -62,8 +67,7 @@ int settings_parse(struct settings *s, int argc, char **argv) {
       .name = "train",
       .arguments = "[--data FILE...]",
       .about = "Trains a small byte-level MoE transformer on the CPU and compares it with n-gram models.",
-      .notes = "An interrupt (Ctrl-C) finishes the step, saves, and exits with status 130; --resume goes on "
-               "from there.",
+      .more = more,
       .options = options,
       .option_count = sizeof options / sizeof *options};
   const int code = cli_parse(&command, argc, argv, &s->file_count);

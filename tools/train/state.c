@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "run.h"
+#include "trainer.h"
 #include "text.h"
 
 #define FORMAT "moeblas-train-1"
@@ -23,7 +23,7 @@ static struct tensor param_tensor(const struct model *m, int i) {
 }
 
 /* The i-th tensor after the parameters. */
-static struct tensor state_tensor(const struct run *r, int i) {
+static struct tensor state_tensor(const struct trainer *r, int i) {
   const struct model *m = r->model;
   switch (i) {
   case 0:
@@ -43,7 +43,7 @@ __attribute__((format(printf, 3, 4))) static void add_meta(struct checkpoint_met
   (*at)++;
 }
 
-int run_save(const struct run *r, char *error, size_t error_bytes) {
+int trainer_save(const struct trainer *r, char *error, size_t error_bytes) {
   const struct settings *s = &r->settings;
   struct checkpoint_meta meta[8], *at = meta;
   char model[128];
@@ -111,7 +111,7 @@ static int adopt_number(const struct checkpoint *c, const char *key, int64_t *se
   return 0;
 }
 
-int run_adopt(struct run *r, struct checkpoint *c, char *error, size_t error_bytes) {
+int trainer_adopt(struct trainer *r, struct checkpoint *c, char *error, size_t error_bytes) {
   struct settings *s = &r->settings;
   const char *format = checkpoint_meta(c, "format");
   if (!format || strcmp(format, FORMAT)) return damaged(c, "format", error, error_bytes);
@@ -131,7 +131,8 @@ int run_adopt(struct run *r, struct checkpoint *c, char *error, size_t error_byt
                    saved ? text_escape(shown, sizeof shown, saved) : "", s->preset, model);
 }
 
-int run_load(struct run *r, const struct checkpoint *c, int training, char *error, size_t error_bytes) {
+int trainer_load(struct trainer *r, const struct checkpoint *c, int training, char *error,
+                 size_t error_bytes) {
   for (int i = 0; i < r->model->params + (training ? STATE_TENSORS : 1); i++) {
     const struct tensor t =
         i < r->model->params ? param_tensor(r->model, i) : state_tensor(r, i - r->model->params);

@@ -13,7 +13,7 @@
 #include "../cli.h"
 #include "ngram.h"
 #include "progress.h"
-#include "run.h"
+#include "trainer.h"
 #include "sample.h"
 #include "text.h"
 
@@ -45,7 +45,7 @@ static void catch_signals(void) {
 
 /* What is seen of a run. */
 struct watch {
-  struct run *run;
+  struct trainer *trainer;
   struct report *report;
   FILE *file; /* for people */
   int live;
@@ -63,18 +63,18 @@ struct watch {
 
 static double bits(double nats) { return nats / log(2); }
 
-static double tokens_per_step(const struct run *r) {
+static double tokens_per_step(const struct trainer *r) {
   return (double)(r->settings.sequences * r->settings.model.sequence);
 }
 
 static double speed(const struct watch *w) {
   return w->step_seconds > 0
-             ? (double)(w->run->step - w->first_step) * tokens_per_step(w->run) / w->step_seconds
+             ? (double)(w->trainer->step - w->first_step) * tokens_per_step(w->trainer) / w->step_seconds
              : 0;
 }
 
 /* The busiest expert's load over the mean, the worst of all layers, since the last row. */
-static double worst_load(const struct run *r) {
+static double worst_load(const struct trainer *r) {
   const int64_t experts = r->settings.model.experts;
   double worst = 0;
   for (int64_t l = 0; l < r->settings.model.layers; l++) {
@@ -89,7 +89,7 @@ static double worst_load(const struct run *r) {
 }
 
 static void show(struct watch *w) {
-  const struct run *r = w->run;
+  const struct trainer *r = w->trainer;
   const double loss = w->window_loss / (double)w->window_steps, rate = speed(w);
   const double left = (double)(r->settings.steps - r->step) * tokens_per_step(r) / (rate > 0 ? rate : 1);
   char text[256], val[32] = "";
@@ -103,7 +103,7 @@ static void show(struct watch *w) {
 
 /* ---- the loop -------------------------------------------------------------------------------------------------- */
 
-static double balance_loss(const struct run *r) {
+static double balance_loss(const struct trainer *r) {
   double sum = 0;
   for (int64_t l = 0; l < r->settings.model.layers; l++) sum += (double)r->model->layer[l].losses[0];
   return sum;
@@ -111,14 +111,15 @@ static double balance_loss(const struct run *r) {
 
 /* One row: the steps since the last, and the held-out slice. */
 static int add_row(struct watch *w) {
-  struct run *r = w->run;
+  struct trainer *r = w->trainer;
   const int64_t layers = r->settings.model.layers, experts = r->settings.model.experts;
   const int64_t windows = batch_windows(&r->corpus, r->settings.model.sequence);
   const int64_t slice = VAL_BATCHES * r->settings.sequences;
   struct report_row row = {
       .step = r->step, .grad_norm = r->grad_norm, .learning_rate = r->rate, .load = r->load};
   row.balance_loss = balance_loss(r);
-  const int code = run_validate(r, windows < slice ? windows : slice, &w->val_bpb, w->error, sizeof w->error);
+  const int code =
+      trainer_validate(r, windows < slice ? windows : slice, &w->val_bpb, w->error, sizeof w->error);
   if (code) return code;
   row.loss = w->window_loss / (double)w->window_steps;
   row.train_bpb = w->train_bpb = bits(row.loss);
@@ -136,23 +137,23 @@ static int add_row(struct watch *w) {
 
 static int step(struct watch *w) {
   const double began = omp_get_wtime();
-  const int code = run_step(w->run, w->error, sizeof w->error);
+  const int code = trainer_step(w->trainer, w->error, sizeof w->error);
   const double seconds = omp_get_wtime() - began;
   w->step_seconds += seconds;
   w->window_seconds += seconds;
-  w->window_loss += w->run->loss;
+  w->window_loss += w->trainer->loss;
   w->window_steps++;
   return code;
 }
 
 static int out_of_time(const struct watch *w) {
-  const double minutes = w->run->settings.minutes;
+  const double minutes = w->trainer->settings.minutes;
   return minutes > 0 && omp_get_wtime() - w->began > 60 * minutes;
 }
 
 /* Runs to the end or to the first reason to stop; then everything is saved. */
 static int loop(struct watch *w) {
-  struct run *r = w->run;
+  struct trainer *r = w->trainer;
   const struct settings *s = &r->settings;
   const int64_t end = s->stop > 0 && s->stop < s->steps ? s->stop : s->steps;
   const int64_t every = (s->steps + REPORTS - 1) / REPORTS;
@@ -162,11 +163,11 @@ static int loop(struct watch *w) {
       code = add_row(w);
     else if (!code && w->live)
       show(w);
-    if (!code && r->step % (every * REPORTS_PER_SAVE) == 0) code = run_save(r, w->error, sizeof w->error);
+    if (!code && r->step % (every * REPORTS_PER_SAVE) == 0) code = trainer_save(r, w->error, sizeof w->error);
     if (code) return code;
   }
   const int code = w->window_steps ? add_row(w) : 0;
-  return code ? code : run_save(r, w->error, sizeof w->error);
+  return code ? code : trainer_save(r, w->error, sizeof w->error);
 }
 
 /* ---- the end --------------------------------------------------------------------------------------------------- */
@@ -188,7 +189,7 @@ static void print_summary(const struct watch *w, const struct report_summary *s)
   print_number(f, "speed", s->tokens_per_s, "tokens/s");
   fprintf(f, "  %-28s %lld, of which a token uses %lld\n", "parameters", (long long)s->params,
           (long long)s->active_params);
-  const char *out = w->run->settings.out;
+  const char *out = w->trainer->settings.out;
   fprintf(f, "  %-28s %s/checkpoint.safetensors %s/log.csv %s/report.html\n", "files", out, out, out);
   if (!s->sample) return;
   fprintf(f, "\n");
@@ -216,26 +217,26 @@ static void print_json(const struct report_summary *s) {
 
 /* The whole held-out text and a sample, but for an interrupt, which wants out. */
 static int last_words(struct watch *w, char *sample) {
-  struct run *r = w->run;
+  struct trainer *r = w->trainer;
   if (interrupted) return 0;
   const int64_t windows = batch_windows(&r->corpus, r->settings.model.sequence);
-  const int code = run_validate(r, windows, &w->val_bpb, w->error, sizeof w->error);
+  const int code = trainer_validate(r, windows, &w->val_bpb, w->error, sizeof w->error);
   if (code) return code;
   const int64_t prompt = 20;
   memcpy(sample, r->corpus.val, (size_t)prompt);
-  return run_sample(r, (uint8_t *)sample, prompt, SAMPLE_BYTES, w->error, sizeof w->error);
+  return trainer_sample(r, (uint8_t *)sample, prompt, SAMPLE_BYTES, w->error, sizeof w->error);
 }
 
 static int finish(struct watch *w) {
-  static const char *const name[RUN_TIME_COUNT] = {"dense products", "attention", "experts", "norms and loss",
-                                                   "optimizer"};
-  struct run *r = w->run;
+  static const char *const name[TRAINER_TIME_COUNT] = {"dense products", "attention", "experts",
+                                                       "norms and loss", "optimizer"};
+  struct trainer *r = w->trainer;
   char sample[SAMPLE_BYTES + 32] = "", title[128];
-  double seconds[RUN_TIME_COUNT];
+  double seconds[TRAINER_TIME_COUNT];
   const int code = last_words(w, sample);
   if (code) return code;
   memcpy(seconds, r->model->seconds, sizeof r->model->seconds);
-  seconds[RUN_TIME_OPTIMIZER] = r->optimizer_seconds;
+  seconds[TRAINER_TIME_OPTIMIZER] = r->optimizer_seconds;
   snprintf(title, sizeof title, "moeblas train, preset %s, seed %lld", r->settings.preset,
            (long long)r->settings.seed);
   const struct report_summary s = {.ngram2_bpb = w->ngram2,
@@ -250,7 +251,7 @@ static int finish(struct watch *w) {
                                    .sample = sample[0] ? sample : NULL,
                                    .op_name = name,
                                    .op_seconds = seconds,
-                                   .ops = RUN_TIME_COUNT,
+                                   .ops = TRAINER_TIME_COUNT,
                                    .title = title};
   const int failed = report_finish(w->report, &s, w->error, sizeof w->error);
   if (failed) return failed;
@@ -264,7 +265,7 @@ static int finish(struct watch *w) {
 
 /* ---- the start ------------------------------------------------------------------------------------------------- */
 
-static int check_text(const struct run *r, char *error, size_t error_bytes) {
+static int check_text(const struct trainer *r, char *error, size_t error_bytes) {
   const int64_t length = r->settings.model.sequence;
   if ((int64_t)r->corpus.train_bytes > 2 * length && batch_windows(&r->corpus, length) > 0) return 0;
   return text_fail(EXIT_INPUT, error, error_bytes,
@@ -273,7 +274,7 @@ static int check_text(const struct run *r, char *error, size_t error_bytes) {
 }
 
 /* Settings, text, model, and the state to start from. */
-static int prepare(struct run *r, char *error, size_t error_bytes) {
+static int prepare(struct trainer *r, char *error, size_t error_bytes) {
   struct settings *s = &r->settings;
   struct checkpoint c;
   int code = corpus_load(&r->corpus, s->files, s->file_count, error, error_bytes);
@@ -281,20 +282,20 @@ static int prepare(struct run *r, char *error, size_t error_bytes) {
   if (s->resume) {
     code = checkpoint_open(&c, s->out, error, error_bytes);
     if (code) return code;
-    code = run_adopt(r, &c, error, error_bytes);
+    code = trainer_adopt(r, &c, error, error_bytes);
   } else if (!settings_resolve(s, error, error_bytes)) {
     return EXIT_INPUT;
   }
   if (!code) code = check_text(r, error, error_bytes);
-  if (!code) code = run_open(r, 1, error, error_bytes);
-  if (!code && s->resume) code = run_load(r, &c, 1, error, error_bytes);
+  if (!code) code = trainer_open(r, 1, error, error_bytes);
+  if (!code && s->resume) code = trainer_load(r, &c, 1, error, error_bytes);
   if (!code && !s->resume) model_init(r->model, (uint64_t)s->seed);
   if (s->resume) checkpoint_close(&c);
   return code;
 }
 
-static int train(struct run *r, char *error, size_t error_bytes) {
-  struct watch w = {.run = r, .began = omp_get_wtime(), .train_bpb = NAN, .val_bpb = NAN};
+static int train(struct trainer *r, char *error, size_t error_bytes) {
+  struct watch w = {.trainer = r, .began = omp_get_wtime(), .train_bpb = NAN, .val_bpb = NAN};
   int code = prepare(r, error, error_bytes);
   if (code) return code;
   const struct settings *s = &r->settings;
@@ -320,18 +321,18 @@ static int train(struct run *r, char *error, size_t error_bytes) {
 
 /* ---- --sample -------------------------------------------------------------------------------------------------- */
 
-static int restore(struct run *r, char *error, size_t error_bytes) {
+static int restore(struct trainer *r, char *error, size_t error_bytes) {
   struct checkpoint c;
   int code = checkpoint_open(&c, r->settings.out, error, error_bytes);
   if (code) return code;
-  code = run_adopt(r, &c, error, error_bytes);
-  if (!code) code = run_open(r, 0, error, error_bytes);
-  if (!code) code = run_load(r, &c, 0, error, error_bytes);
+  code = trainer_adopt(r, &c, error, error_bytes);
+  if (!code) code = trainer_open(r, 0, error, error_bytes);
+  if (!code) code = trainer_load(r, &c, 0, error, error_bytes);
   checkpoint_close(&c);
   return code;
 }
 
-static int continue_text(struct run *r, char *error, size_t error_bytes) {
+static int continue_text(struct trainer *r, char *error, size_t error_bytes) {
   const struct settings *s = &r->settings;
   const int64_t have = (int64_t)strlen(s->sample), more = s->sample_bytes;
   if (have == 0) return text_fail(EXIT_INPUT, error, error_bytes, "--sample: the text to continue is empty");
@@ -341,7 +342,7 @@ static int continue_text(struct run *r, char *error, size_t error_bytes) {
   if (!text)
     return text_fail(EXIT_SYSTEM, error, error_bytes, "not enough memory for %lld bytes", (long long)more);
   memcpy(text, s->sample, (size_t)have);
-  code = run_sample(r, text, have, more, error, error_bytes);
+  code = trainer_sample(r, text, have, more, error, error_bytes);
   if (!code) {
     sample_print(stdout, text, have + more);
     putchar('\n');
@@ -351,12 +352,12 @@ static int continue_text(struct run *r, char *error, size_t error_bytes) {
 }
 
 int cmd_train(int argc, char **argv) {
-  struct run r = {.step = 0};
+  struct trainer r = {.step = 0};
   char error[ERROR_BYTES] = "";
   int code = settings_parse(&r.settings, argc, argv);
   if (code != CLI_GO_ON) return code;
   code = r.settings.sample ? continue_text(&r, error, sizeof error) : train(&r, error, sizeof error);
-  run_close(&r);
+  trainer_close(&r);
   if (code && code != EXIT_INTERRUPTED) return cli_fail("train", code, "%s", error);
   return cli_finish("train", code);
 }

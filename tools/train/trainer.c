@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * One step of training, validation, and the memory of a run. */
-#include "run.h"
+#include "trainer.h"
 
 #include <math.h>
 #include <omp.h>
@@ -26,7 +26,7 @@ static int status_code(moe_status status, char *error, size_t error_bytes) {
 }
 
 /* The model's arrays are plain host memory, so `auto` means the CPU whatever the library could choose. */
-static int open_context(struct run *r, char *error, size_t error_bytes) {
+static int open_context(struct trainer *r, char *error, size_t error_bytes) {
   moe_backend backend;
   if (!cli_backend(r->settings.backend, &backend))
     return text_fail(EXIT_INPUT, error, error_bytes, "--backend '%s': wants auto, cpu or cuda",
@@ -39,7 +39,7 @@ static int open_context(struct run *r, char *error, size_t error_bytes) {
   return status_code(status, error, error_bytes);
 }
 
-int run_open(struct run *r, int training, char *error, size_t error_bytes) {
+int trainer_open(struct trainer *r, int training, char *error, size_t error_bytes) {
   const struct settings *s = &r->settings;
   const int64_t tokens = (training ? s->sequences : 1) * s->model.sequence;
   const int code = open_context(r, error, error_bytes);
@@ -56,7 +56,7 @@ int run_open(struct run *r, int training, char *error, size_t error_bytes) {
   return text_fail(EXIT_SYSTEM, error, error_bytes, "not enough memory for the optimizer");
 }
 
-void run_close(struct run *r) {
+void trainer_close(struct trainer *r) {
   model_destroy(r->model);
   moe_context_destroy(r->ctx);
   corpus_free(&r->corpus);
@@ -67,7 +67,7 @@ void run_close(struct run *r) {
   free(r->target);
 }
 
-static void update(struct run *r) {
+static void update(struct trainer *r) {
   struct model *m = r->model;
   struct adamw o = {.beta1 = 0.9f, .beta2 = 0.95f, .epsilon = 1e-8f, .rate = (float)r->rate};
   o.grad_scale = clip_scale(r->grad_norm, CLIP);
@@ -80,7 +80,7 @@ static void update(struct run *r) {
   }
 }
 
-int run_step(struct run *r, char *error, size_t error_bytes) {
+int trainer_step(struct trainer *r, char *error, size_t error_bytes) {
   const struct settings *s = &r->settings;
   struct model *m = r->model;
   batch_train(&r->corpus, (uint64_t)s->seed, r->step, s->sequences, s->model.sequence, r->input, r->target);
@@ -103,7 +103,7 @@ int run_step(struct run *r, char *error, size_t error_bytes) {
   return status_code(model_rebalance(m, BIAS_RATE), error, error_bytes);
 }
 
-int run_validate(struct run *r, int64_t windows, double *bits, char *error, size_t error_bytes) {
+int trainer_validate(struct trainer *r, int64_t windows, double *bits, char *error, size_t error_bytes) {
   struct model *m = r->model;
   const int64_t length = r->settings.model.sequence, batch = r->settings.sequences;
   double seconds[TIME_COUNT], sum = 0;
@@ -121,7 +121,8 @@ int run_validate(struct run *r, int64_t windows, double *bits, char *error, size
   return 0;
 }
 
-int run_sample(struct run *r, uint8_t *text, int64_t have, int64_t more, char *error, size_t error_bytes) {
+int trainer_sample(struct trainer *r, uint8_t *text, int64_t have, int64_t more, char *error,
+                   size_t error_bytes) {
   double seconds[TIME_COUNT];
   memcpy(seconds, r->model->seconds, sizeof seconds);
   const moe_status status = sample_text(r->model, text, have, more, (uint64_t)r->settings.seed);

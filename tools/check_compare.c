@@ -1,0 +1,329 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Results of the library against the oracle, row by row.
+ *
+ * First the decisions: chosen experts must be a top-k of the oracle's keys up to fp32 noise, dropped slots must be those
+ * that a full expert drops. Then the oracle follows the library's decisions, so that a near tie is no error, and integers
+ * must agree exactly and numbers by row:  |row - reference row| / max(|reference row|, floor).
+ *
+ * The floor: an error is made of the terms that a row sums, not of what is left of them. Rows of 16 and more numbers
+ * rarely cancel, a tenth of the typical row is floor enough; short rows do, the typical row is theirs, and in a tensor of n
+ * numbers all may have cancelled, so that the limit grows by 1 + 16/n. Gradients of logits
+ * are differences of w dp by construction (exactly 0 for k = 1, renormalised), so |w dp| is a floor for them as well. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+#include "oracle.h"
+
+enum {
+  SHORT_ROW = 16
+};
+#define KEY_TOLERANCE 1e-5 /* of a selection key: fp32 sums of unit terms, docs/numerics.md */
+
+struct reference {
+  double *input[T_INPUTS]; /* floating-point inputs in double */
+  struct oracle ideal;
+  struct oracle staged; /* not for fp32 */
+  bool has_staged;
+};
+
+/* ---- the oracle ------------------------------------------------------------------------------------------------ */
+
+static double *decode(const void *data, const struct shape *shape) {
+  const int64_t count = shape_count(shape);
+  double *values = malloc((size_t)(count + 1) * sizeof *values);
+  for (int64_t i = 0; values && i < count; i++) values[i] = element_load(data, shape->element, i);
+  return values;
+}
+
+static bool decode_inputs(const struct sample *s, struct reference *r) {
+  for (int id = 0; id < T_INPUTS; id++) {
+    if (s->data[id] == NULL || s->shape[id].element > ELEMENT_FP16) continue;
+    r->input[id] = decode(s->data[id], &s->shape[id]);
+    if (r->input[id] == NULL) return false;
+  }
+  return true;
+}
+
+static struct oracle oracle_of(const struct sample *s, const struct reference *r) {
+  return (struct oracle){.config = &s->problem.config,
+                         .tokens = s->problem.tokens,
+                         .x = r->input[T_X],
+                         .logits = r->input[T_LOGITS],
+                         .router_weight = r->input[T_ROUTER_WEIGHT],
+                         .router_bias = r->input[T_ROUTER_BIAS],
+                         .correction_bias = r->input[T_CORRECTION_BIAS],
+                         .given_ids = s->data[T_GIVEN_IDS],
+                         .given_weights = r->input[T_GIVEN_WEIGHTS],
+                         .row_offset = s->data[T_ROW_OFFSET],
+                         .padding_mask = s->data[T_MASK],
+                         .global_counts = s->data[T_GLOBAL_COUNTS],
+                         .w1 = r->input[T_W1],
+                         .b1 = r->input[T_B1],
+                         .w2 = r->input[T_W2],
+                         .b2 = r->input[T_B2],
+                         .shared_w1 = r->input[T_SHARED_W1],
+                         .shared_w2 = r->input[T_SHARED_W2],
+                         .shared_gate = r->input[T_SHARED_GATE],
+                         .latent_down = r->input[T_LATENT_DOWN],
+                         .latent_up = r->input[T_LATENT_UP],
+                         .dout = r->input[T_DOUT]};
+}
+
+static bool run_oracles(const struct sample *s, const struct run *run, struct reference *r) {
+  const moe_dtype dtype = s->problem.config.dtype;
+  r->ideal = oracle_of(s, r);
+  r->ideal.use_ids = problem_routed(&s->problem) ? run_data(run, T_TOPK_IDS) : NULL;
+  r->ideal.use_slot_row = s->problem.config.capacity_factor > 0 ? run_data(run, T_SLOT_ROW) : NULL;
+  r->staged = r->ideal;
+  r->staged.staged = dtype;
+  if (oracle_run(&r->ideal)) return false;
+  r->has_staged = dtype != MOE_FP32 || s->shape[T_DLOGITS].element > ELEMENT_FP32;
+  return !r->has_staged || oracle_run(&r->staged) == 0;
+}
+
+static const double *oracle_tensor(const struct oracle *o, enum tensor id) {
+  switch ((int)id) {
+  case T_OUT: return o->out;
+  case T_TOPK_WEIGHTS: return o->weights;
+  case T_LOSSES: return o->losses;
+  case T_DX: return o->dx;
+  case T_DLOGITS: return o->dlogits;
+  case T_DTOPK_WEIGHTS: return o->dtopk_weights;
+  case T_DROUTER_WEIGHT: return o->drouter_weight;
+  case T_DROUTER_BIAS: return o->drouter_bias;
+  case T_DW1: return o->dw1;
+  case T_DB1: return o->db1;
+  case T_DW2: return o->dw2;
+  case T_DB2: return o->db2;
+  case T_DSHARED_W1: return o->dshared_w1;
+  case T_DSHARED_W2: return o->dshared_w2;
+  case T_DSHARED_GATE: return o->dshared_gate;
+  case T_DLATENT_DOWN: return o->dlatent_down;
+  case T_DLATENT_UP: return o->dlatent_up;
+  default: return NULL;
+  }
+}
+
+/* ---- decisions ------------------------------------------------------------------------------------------------- */
+
+static bool is_masked(const struct sample *s, int64_t token) {
+  const uint8_t *mask = s->data[T_MASK];
+  return mask && mask[token];
+}
+
+/* Ids of a router are experts and distinct; given ids are copied; masked tokens have -1. */
+static void check_ids(const struct sample *s, const struct run *run, struct verdict *v) {
+  const int64_t topk = s->problem.config.topk, experts = s->problem.config.experts;
+  const int32_t *ids = run_data(run, T_TOPK_IDS), *given = s->data[T_GIVEN_IDS];
+  for (int64_t t = 0; ids && t < s->problem.tokens; t++) {
+    for (int64_t j = 0; j < topk; j++) {
+      const int32_t id = ids[t * topk + j];
+      const int32_t copied = given ? given[t * topk + j] : 0;
+      bool good = is_masked(s, t) ? id == -1 : given ? id == copied : id >= 0 && id < experts;
+      for (int64_t i = 0; i < j && good && !given && !is_masked(s, t); i++) good = ids[t * topk + i] != id;
+      if (!good)
+        verdict_fail(v, "topk_ids[%lld,%lld] = %d is no choice that could be made", (long long)t,
+                     (long long)j, id);
+    }
+  }
+}
+
+/* No expert left out may have a key above that of a chosen one. */
+static void check_keys(const struct sample *s, const struct run *run, const double *keys, struct verdict *v) {
+  const int64_t topk = s->problem.config.topk, experts = s->problem.config.experts;
+  const int32_t *ids = run_data(run, T_TOPK_IDS);
+  if (keys == NULL || s->problem.replay) return;
+  for (int64_t t = 0; t < s->problem.tokens; t++) {
+    bool chosen[MOE_MAX_EXPERTS] = {false};
+    double lowest = INFINITY;
+    if (is_masked(s, t)) continue;
+    for (int64_t j = 0; j < topk; j++) {
+      const int32_t id = ids[t * topk + j];
+      chosen[id] = true;
+      lowest = fmin(lowest, keys[t * experts + id]);
+    }
+    for (int64_t e = 0; e < experts; e++) {
+      const double key = keys[t * experts + e];
+      if (!chosen[e] && key > lowest + KEY_TOLERANCE * (1 + fabs(key)))
+        verdict_fail(v, "topk_ids[%lld]: expert %lld has key %.9g and was left out for one of %.9g",
+                     (long long)t, (long long)e, key, lowest);
+    }
+  }
+}
+
+/* A slot that the library keeps and the oracle drops, or the other way, must weigh what another such slot of its expert
+ * weighs; and each expert keeps as many slots as it should. */
+static void check_drop(const struct sample *s, const struct run *run, const struct oracle *own,
+                       struct verdict *v) {
+  const int64_t slots = s->problem.tokens * s->problem.config.topk;
+  const int32_t *slot_row = run_data(run, T_SLOT_ROW);
+  for (int64_t e = 0; e < s->problem.config.experts; e++) {
+    int64_t balance = 0, differ = 0;
+    double low = INFINITY, high = -INFINITY;
+    for (int64_t i = 0; i < slots; i++) {
+      const bool kept = slot_row[i] >= 0, expected = own->row_of_slot[i] >= 0;
+      if (own->ids[i] != e || kept == expected) continue;
+      balance += kept ? 1 : -1;
+      differ++;
+      low = fmin(low, own->weights[i]);
+      high = fmax(high, own->weights[i]);
+    }
+    const bool tie = s->problem.config.drop == MOE_DROP_WEIGHT && high - low <= KEY_TOLERANCE * high;
+    if (balance || (differ && !tie))
+      verdict_fail(v, "slot_row: expert %lld does not keep the slots that its capacity leaves", (long long)e);
+  }
+}
+
+static bool check_drops(const struct sample *s, const struct run *run, const struct reference *r,
+                        struct verdict *v) {
+  if (!(s->problem.config.capacity_factor > 0)) return true;
+  struct oracle own = oracle_of(s, r);
+  own.use_ids = r->ideal.use_ids;
+  own.dout = NULL;
+  const bool done = oracle_run(&own) == 0;
+  if (done) check_drop(s, run, &own, v);
+  oracle_free(&own);
+  return done;
+}
+
+static void check_exact(const char *name, const int32_t *found, const int32_t *wanted, int64_t count,
+                        struct verdict *v) {
+  for (int64_t i = 0; found && wanted && i < count; i++)
+    if (found[i] != wanted[i])
+      verdict_fail(v, "%s[%lld] = %d, the oracle has %d", name, (long long)i, found[i], wanted[i]);
+}
+
+static void check_global_counts(const struct sample *s, const struct run *run, const struct oracle *o,
+                                struct verdict *v) {
+  const int64_t *before = s->data[T_GLOBAL_COUNTS], *after = run_data(run, T_GLOBAL_COUNTS);
+  const int64_t experts = s->problem.config.experts;
+  int64_t live = 0;
+  if (before == NULL) return;
+  for (int64_t t = 0; t < s->problem.tokens; t++) live += !is_masked(s, t);
+  for (int64_t e = 0; e <= experts; e++) {
+    const int64_t wanted = before[e] + (e < experts ? o->counts[e] : live);
+    if (after[e] != wanted)
+      verdict_fail(v, "global_counts[%lld] = %lld, wanted %lld", (long long)e, (long long)after[e],
+                   (long long)wanted);
+  }
+}
+
+/* ---- numbers --------------------------------------------------------------------------------------------------- */
+
+static double square(double v) { return v * v; }
+
+/* sqrt of the mean over tokens of |w dp|^2. */
+static double weight_gradient(const struct oracle *o, int64_t topk) {
+  double sum = 0;
+  if (o->dtopk_weights == NULL || o->weights == NULL || o->tokens == 0) return 0;
+  for (int64_t i = 0; i < o->tokens * topk; i++) sum += square(o->weights[i] * o->dtopk_weights[i]);
+  return sqrt(sum / (double)o->tokens);
+}
+
+static double floor_of(const struct sample *s, const struct oracle *o, enum tensor id, double typical) {
+  const moe_config *c = &s->problem.config;
+  if (id == T_LOSSES) return 0;
+  const double usual = (s->shape[id].columns < SHORT_ROW ? 1 : 0.1) * typical;
+  if (id != T_DLOGITS && id != T_DROUTER_WEIGHT && id != T_DROUTER_BIAS) return usual;
+  const double unit = weight_gradient(o, c->topk), tokens = (double)s->problem.tokens;
+  if (id == T_DLOGITS) return fmax(usual, unit);
+  return fmax(usual,
+              unit * sqrt(id == T_DROUTER_BIAS ? tokens : tokens * (double)c->hidden / (double)c->experts));
+}
+
+struct operand { /* the three versions of one tensor; staged NULL for fp32; before NULL unless accumulating */
+  const void *found;
+  const void *before;
+  const double *ideal;
+  const double *staged;
+};
+
+/* Reference element i: what was there before, plus what the oracle adds. */
+static double wanted(const struct operand *t, const double *reference, int element, int64_t i) {
+  return reference[i] + (t->before ? element_load(t->before, element, i) : 0);
+}
+
+static void compare_rows(const struct sample *s, const struct oracle *o, enum tensor id,
+                         const struct operand *t, double limit, struct verdict *v) {
+  const struct shape *shape = &s->shape[id];
+  const double *reference = t->staged ? t->staged : t->ideal;
+  double total = 0;
+  for (int64_t i = 0; i < shape_count(shape); i++) total += square(wanted(t, reference, shape->element, i));
+  const double floor = floor_of(s, o, id, sqrt(total / (double)(shape->rows ? shape->rows : 1)));
+  const double few = 1 + 16 / (double)(shape_count(shape) + 1);
+  for (int64_t r = 0; r < shape->rows; r++) {
+    double norm = 0, error = 0;
+    for (int64_t i = r * shape->columns; i < (r + 1) * shape->columns; i++) {
+      const double want = wanted(t, reference, shape->element, i);
+      norm += square(want);
+      error += square(element_load(t->found, shape->element, i) - want);
+    }
+    const double scale = fmax(sqrt(norm), floor);
+    verdict_measure(v, id, r, error > 0 ? sqrt(error) / scale : error, limit * few,
+                    t->staged ? "staged" : "ideal");
+  }
+}
+
+/* The library may be no further from the truth than its documented roundings explain. */
+static void compare_whole(const struct sample *s, enum tensor id, const struct operand *t,
+                          const struct check_limit *limit, struct verdict *v) {
+  const struct shape *shape = &s->shape[id];
+  double norm = 0, found = 0, staged = 0;
+  for (int64_t i = 0; i < shape_count(shape); i++) {
+    const double ideal = wanted(t, t->ideal, shape->element, i);
+    norm += square(ideal);
+    found += square(element_load(t->found, shape->element, i) - ideal);
+    staged += square(wanted(t, t->staged, shape->element, i) - ideal);
+  }
+  norm = norm > 0 ? sqrt(norm) : 1;
+  verdict_measure(v, id, -1, sqrt(found) / norm, limit->factor * sqrt(staged) / norm + limit->rest, "ideal");
+}
+
+/* Router math is fp32 whatever the dtype, and so are its results. */
+static bool is_router_math(enum tensor id) { return id == T_TOPK_WEIGHTS || id == T_LOSSES; }
+
+static void compare_tensor(const struct sample *s, const struct run *run, const struct reference *r,
+                           enum tensor id, struct verdict *v) {
+  struct operand t = {run_data(run, id), s->data[id], oracle_tensor(&r->ideal, id), NULL};
+  const int dtype = (int)s->problem.config.dtype, element = s->shape[id].element;
+  const int coarsest = is_router_math(id)                                 ? ELEMENT_FP32
+                       : dtype != ELEMENT_FP32 && element != ELEMENT_BF16 ? dtype
+                                                                          : element;
+  const bool low = coarsest != ELEMENT_FP32;
+  const struct check_limit *limit = check_limit_of((moe_dtype)coarsest);
+  if (t.found == NULL || t.ideal == NULL) return;
+  if (low) t.staged = oracle_tensor(&r->staged, id);
+  compare_rows(s, &r->ideal, id, &t, limit->row, v);
+  /* The z-loss and balance gradients are judged by rows only: cancellation leaves no norm to speak of. */
+  if (low && id != T_DLOGITS && id != T_DROUTER_WEIGHT && id != T_DROUTER_BIAS)
+    compare_whole(s, id, &t, limit, v);
+}
+
+/* ---- all of it ------------------------------------------------------------------------------------------------- */
+
+static void compare_all(const struct sample *s, const struct run *run, struct reference *r,
+                        struct verdict *v) {
+  const struct problem *p = &s->problem;
+  check_ids(s, run, v);
+  if (v->failed) return; /* the oracle is not to be led astray */
+  if (!decode_inputs(s, r) || !run_oracles(s, run, r) || !check_drops(s, run, r, v)) {
+    v->broken = true;
+    return;
+  }
+  check_keys(s, run, r->ideal.keys, v);
+  check_exact("slot_row", run_data(run, T_SLOT_ROW), r->ideal.row_of_slot, p->tokens * p->config.topk, v);
+  check_exact("counts", run_data(run, T_COUNTS), r->ideal.counts, p->config.experts, v);
+  check_global_counts(s, run, &r->ideal, v);
+  for (int id = T_INPUTS; id < T_RESULTS; id++) compare_tensor(s, run, r, (enum tensor)id, v);
+}
+
+void check_compare(const struct sample *truth, const struct run *run, struct verdict *verdict) {
+  struct reference r = {0};
+  compare_all(truth, run, &r, verdict);
+  if (r.ideal.config) oracle_free(&r.ideal);
+  if (r.has_staged) oracle_free(&r.staged);
+  for (int id = 0; id < T_INPUTS; id++) free(r.input[id]);
+}

@@ -1,0 +1,111 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * moeblas info: what this build and this machine can do, and the presets. */
+#include <stdio.h>
+
+#include "cli.h"
+#include "commands.h"
+#include "presets.h"
+
+/* ---- presets --------------------------------------------------------------------------------------------------- */
+
+static void print_preset(void *context, const char *name, const struct problem *problem, const char *notes) {
+  struct json *json = context;
+  char text[PROBLEM_TEXT];
+  problem_print(problem, text);
+  json_open(json, NULL, '{');
+  json_text(json, "name", name);
+  json_text(json, "problem", text);
+  json_text(json, "notes", notes);
+  json_close(json, '}');
+  if (json->stream == NULL) printf("%-20s %s%s%s\n", name, text, *notes ? "  # " : "", notes);
+}
+
+static void skip_preset(void *context, const char *name, const struct problem *problem, const char *notes) {
+  (void)context, (void)name, (void)problem, (void)notes;
+}
+
+static int info_presets(struct json *json) {
+  char error[PROBLEM_ERROR];
+  /* The whole file is checked first, so that a malformed one leaves nothing on stdout. */
+  if (!presets_walk(skip_preset, NULL, error, sizeof error)) return cli_fail("info", CLI_IO, "%s", error);
+  json_open(json, NULL, '{');
+  json_open(json, "presets", '[');
+  if (!presets_walk(print_preset, json, error, sizeof error)) return cli_fail("info", CLI_IO, "%s", error);
+  json_close(json, ']');
+  json_close(json, '}');
+  return cli_finish("info", CLI_OK);
+}
+
+/* ---- the build and the machine --------------------------------------------------------------------------------- */
+
+static void info_backend(struct json *json, moe_backend backend) {
+  moe_context *ctx = NULL;
+  const bool available =
+      moe_backend_available(backend) == MOE_OK && moe_context_create(&ctx, backend, 0) == MOE_OK;
+  const int units = moe_context_units(ctx);
+  json_open(json, NULL, '{');
+  json_text(json, "name", cli_backend_name(backend));
+  json_bool(json, "available", available);
+  json_integer(json, "units", units);
+  json_text(json, "why_not", available ? NULL : moe_last_error());
+  json_close(json, '}');
+  if (json->stream == NULL && available)
+    printf("back end    %s: %d %s\n", cli_backend_name(backend), units,
+           backend == MOE_BACKEND_CPU ? "threads" : "multiprocessors");
+  if (json->stream == NULL && !available)
+    printf("back end    %s: %s\n", cli_backend_name(backend), moe_last_error());
+  moe_context_destroy(ctx);
+}
+
+static void info_formats(struct json *json) {
+  json_open(json, "dtypes", '[');
+  if (json->stream == NULL) printf("dtypes     ");
+  for (int dtype = MOE_FP32; moe_dtype_name((moe_dtype)dtype); dtype++) {
+    json_text(json, NULL, moe_dtype_name((moe_dtype)dtype));
+    if (json->stream == NULL) printf(" %s", moe_dtype_name((moe_dtype)dtype));
+  }
+  json_close(json, ']');
+}
+
+static void info_activations(struct json *json) {
+  json_open(json, "activations", '[');
+  for (int gated = 0; gated < 2; gated++) {
+    if (json->stream == NULL) printf("\n%s", gated ? "gated      " : "not gated  ");
+    for (int kind = 0; kind < MOE_ACT_COUNT; kind++) {
+      const char *name = moe_activation_name((moe_activation)kind, gated);
+      json_text(json, NULL, name);
+      if (json->stream == NULL) printf(" %s", name);
+    }
+  }
+  if (json->stream == NULL) printf("\n");
+  json_close(json, ']');
+}
+
+static int info_build(struct json *json) {
+  json_open(json, NULL, '{');
+  json_text(json, "version", moe_version());
+  if (json->stream == NULL) printf("moeblas     %s\n", moe_version());
+  json_open(json, "backends", '[');
+  info_backend(json, MOE_BACKEND_CPU);
+  info_backend(json, MOE_BACKEND_CUDA);
+  json_close(json, ']');
+  info_formats(json);
+  info_activations(json);
+  json_close(json, '}');
+  return cli_finish("info", CLI_OK);
+}
+
+int cmd_info(int argc, char **argv) {
+  bool as_json = false, presets = false;
+  const struct option options[] = {
+      {"--presets", NULL, "the layers of published models, as problems", OPTION_FLAG, &presets, 0, 0},
+      {"--json", NULL, "one JSON document on stdout", OPTION_FLAG, &as_json, 0, 0}};
+  const struct command command = {"info", NULL,    "Says what this build and this machine can do.",
+                                  NULL,   options, 2};
+  int count;
+  const int code = cli_parse(&command, argc, argv, &count);
+  if (code != CLI_GO_ON) return code;
+  struct json json = {.stream = as_json ? stdout : NULL};
+  return presets ? info_presets(&json) : info_build(&json);
+}
