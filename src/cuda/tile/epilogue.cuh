@@ -89,40 +89,6 @@ __device__ __forceinline__ void stage_h(const float *acc, const warp_tile &w, in
   }
 }
 
-/* ---- STORE */
-
-template <int BN>
-__device__ __forceinline__ void store_fp32(const float *acc, const warp_tile &w, const gemm_params &p, int n0,
-                                           const bf16 *bias, const float *weight) {
-#pragma unroll
-  for (int J = 0; J < BN / 8; J++) {
-    const int column = n0 + 8 * J + 2 * (w.lane % 4);
-    const float2 b = bias_at(bias, column, p.n);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int row = w.row0 + w.lane / 4 + 8 * i;
-      if (row >= w.row1 || column >= p.n) continue;
-      float2 *d = reinterpret_cast<float2 *>(static_cast<float *>(p.d) + (int64_t)row * p.n + column);
-      const float2 old = p.accumulate ? *d : make_float2(0, 0);
-      *d = make_float2(old.x + weight[i] * acc[4 * J + 2 * i] + b.x, old.y + weight[i] * acc[4 * J + 2 * i + 1] + b.y);
-    }
-  }
-}
-
-template <int BN>
-__device__ __forceinline__ void store_bf16(const float *acc, const warp_tile &w, const gemm_params &p, int n0,
-                                           const bf16 *bias, const float *weight) {
-#pragma unroll
-  for (int step = 0; step < BN / 64; step++) {
-    const int64_t begin = n0 + step * 64;
-    if (begin >= p.n) return;
-    stage_h<8>(acc + step * 32, w, 0, weight, bias, begin, p.n);
-    __syncwarp();
-    rows_out(w, static_cast<bf16 *>(p.d), {p.n, {begin, 0}, {(int)min((int64_t)64, p.n - begin), 0}});
-    __syncwarp();
-  }
-}
-
 /* ---- the activation on staged rows: two elements a lane, so that a warp writes 64 or 128 bytes of a row at once */
 
 template <int KIND>
@@ -196,10 +162,77 @@ __device__ __forceinline__ void dact_switch(const warp_tile &w, const gemm_param
   }
 }
 
-/* ---- ACT and DACT. The loop over steps stays a loop, so that the activations are expanded once; only the part that names
- * accumulators is a switch over constants, as registers cannot be indexed. */
+/* ---- The three epilogues. The loop over steps stays a loop, so that what it does is expanded once; only the part that
+ * names accumulators is a switch over constants, as registers cannot be indexed. */
 
 #define EACH_STEP(CASE) CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
+
+/* Keeps the compiler from scaling all accumulators before the loop, which would take as many registers again. */
+#define HERE_AND_NOW(weight) asm volatile("" : "+f"(weight[0]), "+f"(weight[1]))
+
+/* Where plain results go: rows of n columns. */
+struct output {
+  void *d;
+  int64_t n;
+  bool fp32, accumulate;
+};
+
+/* 8 groups of accumulator columns straight to their place, added to what is there: four lanes hold a 32-byte (fp32) or
+ * 16-byte (bf16) piece of a row. */
+__device__ __forceinline__ void store_direct(const float *acc, const warp_tile &w, const output &out, int64_t n0,
+                                             const float *weight, const bf16 *bias) {
+#pragma unroll
+  for (int jj = 0; jj < 8; jj++) {
+    const int64_t column = n0 + 8 * jj + 2 * (w.lane % 4);
+    const float2 b = bias_at(bias, column, out.n);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int row = w.row0 + w.lane / 4 + 8 * i;
+      if (row >= w.row1 || column >= out.n) continue;
+      const int64_t at = row * out.n + column;
+      const float x = weight[i] * acc[4 * jj + 2 * i] + b.x, y = weight[i] * acc[4 * jj + 2 * i + 1] + b.y;
+      if (out.fp32) {
+        float2 *d = reinterpret_cast<float2 *>(static_cast<float *>(out.d) + at);
+        const float2 old = out.accumulate ? *d : make_float2(0, 0);
+        *d = make_float2(old.x + x, old.y + y);
+      } else {
+        bf16x2 *d = reinterpret_cast<bf16x2 *>(static_cast<bf16 *>(out.d) + at);
+        const float2 old = __bfloat1622float2(*d);
+        *d = __floats2bfloat162_rn(old.x + x, old.y + y);
+      }
+    }
+  }
+}
+
+template <int BN>
+__device__ __forceinline__ void store_steps(const float *acc, const warp_tile &w, const output &out, int column,
+                                            const bf16 *bias, const float *row_weights) {
+  const bool direct = out.fp32 || out.accumulate;
+#pragma unroll 1
+  for (int step = 0; step < BN / 64; step++) {
+    const int64_t n0 = (int64_t)column * BN + step * 64;
+    if (n0 >= out.n) return;
+    float weight[2] = {row_weights[0], row_weights[1]};
+    HERE_AND_NOW(weight);
+    switch (step) {
+#define CASE(STEP)                                                     \
+  case STEP:                                                           \
+    if constexpr (STEP < BN / 64) {                                    \
+      if (direct)                                                      \
+        store_direct(acc + STEP * 32, w, out, n0, weight, bias);       \
+      else                                                             \
+        stage_h<8>(acc + STEP * 32, w, 0, weight, bias, n0, out.n);    \
+    }                                                                  \
+    break;
+      EACH_STEP(CASE)
+#undef CASE
+    }
+    if (direct) continue;
+    __syncwarp();
+    rows_out(w, static_cast<bf16 *>(out.d), {out.n, {n0, 0}, {(int)min((int64_t)64, out.n - n0), 0}});
+    __syncwarp();
+  }
+}
 
 /* 64 columns of h a step. */
 template <int BN>
@@ -213,8 +246,7 @@ __device__ __forceinline__ void act_steps(const float *acc, const warp_tile &w, 
     const h_runs runs = runs_of(p, f0, elements);
     const int64_t end = runs.begin[0] + runs.count[0], up_end = runs.begin[1] + runs.count[1];
     float weight[2] = {row_weights[0], row_weights[1]};
-    /* keeps the compiler from scaling all accumulators before the loop, which would take as many registers again */
-    asm volatile("" : "+f"(weight[0]), "+f"(weight[1]));
+    HERE_AND_NOW(weight);
     switch (step) {
 #define CASE(STEP)                                                                                                  \
   case STEP:                                                                                                        \
@@ -282,8 +314,6 @@ __device__ __forceinline__ void epilogue(const float *acc, const warp_tile &w, c
   const bf16 *bias = p.bias ? p.bias + (int64_t)place.expert * p.n : nullptr;
   if (EPILOGUE == ACT)
     act_steps<BN>(acc, w, p, place.column, bias, weight);
-  else if (p.d_fp32)
-    store_fp32<BN>(acc, w, p, place.column * BN, bias, weight);
   else
-    store_bf16<BN>(acc, w, p, place.column * BN, bias, weight);
+    store_steps<BN>(acc, w, {p.d, p.n, p.d_fp32 != 0, p.accumulate != 0}, place.column, bias, weight);
 }

@@ -1,0 +1,146 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * From public arguments to a launch of the grouped products: which problems fit wgmma, which instance takes them, the
+ * tensor map of the weights. Host code only; nothing here looks at device memory. */
+#include "../device.h"
+#include "../launch.h"
+#include "host.h"
+#include "wgrad.cuh"
+
+static const size_t SHARED_LIMIT = 227 * 1024;
+static const int ALIGN_SHARED = 1024;
+
+static int64_t tiles_of(int64_t rows, int64_t experts) { return rows / BM + (rows < experts ? rows : experts); }
+
+static bool gated_halves(const moe_act_desc *act) { return act->gated && act->layout != MOE_LAYOUT_INTERLEAVED; }
+
+static int tile_width(const moe_gemm_args *args) {
+  return args->epilogue == MOE_EPILOGUE_DACT || args->n <= 128 ? 128 : 256;
+}
+
+static const gemm_instance *instance_of(const moe_gemm_args *args) {
+  const int bn = tile_width(args);
+  switch (args->epilogue) {
+  case MOE_EPILOGUE_ACT: return moe_cuda_gemm_act(bn, args->b_kn);
+  case MOE_EPILOGUE_DACT: return moe_cuda_gemm_dact(bn, args->b_kn);
+  default: return moe_cuda_gemm_store(bn, args->b_kn);
+  }
+}
+
+/* bf16 operands, rows of whole 16-byte pieces, gate and up within a thread's reach. */
+extern "C" bool moe_cuda_wgmma_gemm_fits(const moe_gemm_args *args) {
+  if (args->a_dtype != MOE_BF16 || args->b_dtype != MOE_BF16) return false;
+  if (args->k % 8 != 0 || args->n % 8 != 0 || args->k >= 1 << 30) return false;
+  const bool plain = args->epilogue == MOE_EPILOGUE_STORE;
+  if (args->d_dtype != MOE_BF16 && !(plain && args->d_dtype == MOE_FP32)) return false;
+  if (args->bias_dtype != MOE_BF16 && args->bias_dtype != MOE_DTYPE_DEFAULT) return false;
+  if (tiles_of(args->rows, args->experts) * CEIL_DIV(args->n, 128) > INT32_MAX / 2) return false;
+  if (instance_of(args)->shared_bytes + ALIGN_SHARED + (size_t)args->experts * 4 > SHARED_LIMIT) return false;
+  if (plain) return true;
+  const moe_act_desc *act = args->act;
+  const int64_t inter = args->epilogue == MOE_EPILOGUE_ACT && act->gated ? args->n / 2 : args->n;
+  if (inter % 8 != 0) return false;
+  return !act->gated || act->layout != MOE_LAYOUT_INTERLEAVED || act->interleave == 1 || act->interleave == 32;
+}
+
+extern "C" size_t moe_cuda_wgmma_gemm_scratch(const moe_gemm_args *args) {
+  if (args->epilogue != MOE_EPILOGUE_DACT) return 0;
+  return (size_t)args->rows * CEIL_DIV(args->n, 128) * sizeof(float);
+}
+
+/* Weights [E,n,k] (or [E,k,n]) as a 3-D map whose last coordinate is the expert; boxes past an edge read zeros. */
+static moe_status weight_map(moe_context *ctx, const moe_gemm_args *args, int box_rows, CUtensorMap *map) {
+  const cuuint64_t inner = args->b_kn ? args->n : args->k, outer = args->b_kn ? args->k : args->n;
+  const cuuint64_t size[3] = {inner, outer, (cuuint64_t)args->experts};
+  const cuuint64_t stride[2] = {inner * 2, inner * outer * 2};
+  const cuuint32_t box[3] = {64, args->b_kn ? 64 : (cuuint32_t)box_rows, 1}, step[3] = {1, 1, 1};
+  return moe_cuda_tensor_map(ctx, "gemm", map, args->b, 3, size, stride, box, step);
+}
+
+static gemm_params params_of(const moe_gemm_args *args, int bn) {
+  gemm_params p = {};
+  p.row_offset = args->row_offset;
+  p.row_slot = args->row_slot;
+  p.a = static_cast<const bf16 *>(args->a);
+  p.rows = (int)args->rows;
+  p.n = (int)args->n;
+  p.k = (int)args->k;
+  p.experts = (int)args->experts;
+  p.gather_topk = (int)args->gather_topk;
+  p.weights = args->weights;
+  p.bias = static_cast<const bf16 *>(args->bias);
+  p.d = args->d;
+  p.d_fp32 = args->d_dtype == MOE_FP32;
+  p.accumulate = args->accumulate;
+  p.h = static_cast<bf16 *>(args->h);
+  p.dh = static_cast<bf16 *>(args->dh);
+  p.halves = 1;
+  p.column_tiles = (int)CEIL_DIV(args->n, bn);
+  if (args->epilogue == MOE_EPILOGUE_STORE) return p;
+  p.act = *args->act;
+  const bool pair = args->epilogue == MOE_EPILOGUE_ACT && args->act->gated;
+  p.inter = (int)(pair ? args->n / 2 : args->n);
+  p.up_distance = (int)moe_up_distance(args->act, p.inter);
+  if (pair && gated_halves(args->act)) {
+    p.halves = 2;
+    p.half_row[0] = (int)moe_gate_column(args->act, p.inter, 0);
+    p.half_row[1] = p.half_row[0] + p.up_distance;
+    p.column_tiles = (int)CEIL_DIV(p.inter, bn / 2);
+  }
+  return p;
+}
+
+extern "C" moe_status moe_cuda_wgmma_gemm(moe_context *ctx, const moe_gemm_args *args, moe_stream stream) {
+  if (args->rows == 0) return MOE_OK;
+  const gemm_instance *instance = instance_of(args);
+  gemm_params p = params_of(args, instance->bn);
+  const bool partial = args->epilogue == MOE_EPILOGUE_DACT && args->dweights != NULL;
+  if (partial) p.partial = static_cast<float *>(args->scratch);
+  CUtensorMap map;
+  TRY(weight_map(ctx, args, instance->bn / p.halves, &map));
+  const int64_t tiles = tiles_of(args->rows, args->experts) * p.column_tiles;
+  const size_t shared = instance->shared_bytes + ALIGN_SHARED + (size_t)args->experts * 4;
+  void *arguments[] = {&map, &p};
+  TRY(moe_cuda_launch("gemm", instance->kernel, dim3((unsigned)(tiles < ctx->units ? tiles : ctx->units)), dim3(384),
+                      arguments, shared, stream));
+  if (!partial) return MOE_OK;
+  return moe_cuda_finish_dweights(ctx, args, p.partial, p.column_tiles, stream);
+}
+
+/* ---- contraction over rows */
+
+extern "C" bool moe_cuda_wgmma_wgrad_fits(const moe_wgrad_args *args) {
+  if (args->a_dtype != MOE_BF16 || args->b_dtype != MOE_BF16) return false;
+  if (args->d_dtype != MOE_BF16 && args->d_dtype != MOE_FP32) return false;
+  if (args->weights != NULL || args->m % 8 != 0 || args->n % 8 != 0) return false;
+  return args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, 128) < INT32_MAX / 2;
+}
+
+extern "C" size_t moe_cuda_wgmma_wgrad_scratch(const moe_wgrad_args *args) {
+  (void)args;
+  return 0;
+}
+
+extern "C" moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_args *args, moe_stream stream) {
+  wgrad_params p = {};
+  p.row_offset = args->row_offset;
+  p.row_slot = args->row_slot;
+  p.a = static_cast<const bf16 *>(args->a);
+  p.b = static_cast<const bf16 *>(args->b);
+  p.rows = (int)args->rows;
+  p.m = (int)args->m;
+  p.n = (int)args->n;
+  p.experts = (int)args->experts;
+  p.a_topk = (int)args->a_gather_topk;
+  p.b_topk = (int)args->b_gather_topk;
+  p.d = args->d;
+  p.d_fp32 = args->d_dtype == MOE_FP32;
+  p.accumulate = args->accumulate;
+  const bool wide = args->n > 128;
+  const void *kernel = wide ? (const void *)wgrad_kernel<256, 4> : (const void *)wgrad_kernel<128, 4>;
+  const size_t shared = (wide ? sizeof(wgrad_shared<256, 4>) : sizeof(wgrad_shared<128, 4>)) + ALIGN_SHARED;
+  const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, wide ? 256 : 128);
+  void *arguments[] = {&p};
+  return moe_cuda_launch("wgrad", kernel, dim3((unsigned)(tiles < ctx->units ? tiles : ctx->units)), dim3(384), arguments,
+                         shared, stream);
+}
