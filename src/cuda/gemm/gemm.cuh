@@ -49,24 +49,24 @@ template <int STAGES> struct ring {
 
 /* The B boxes of one stage: BN rows of weights; for a gated pair in halves, BN/2 gate rows and BN/2 up rows. */
 template <int BN, bool B_KN>
-__device__ __forceinline__ void load_b(__nv_bfloat16 *b, const gemm_params &p, const CUtensorMap *map, uint64_t *barrier,
-                                       int column, int k0, int expert) {
+__device__ __forceinline__ void load_b(__nv_bfloat16 *b, const gemm_params &p, uint64_t *barrier, int column,
+                                       int k0, int expert) {
   const int width = BN / p.halves;
   for (int half = 0; half < p.halves; half++) {
     const int n0 = column * width + p.half_row[half];
     if (!B_KN) {
-      tma_load_3d(b + half * width * BK, map, barrier, k0, n0, expert);
+      tma_load_3d(b + half * width * BK, &p.map, barrier, k0, n0, expert);
     } else {
       for (int block = 0; block < width; block += 64)
-        tma_load_3d(b + (half * width + block) * BK, map, barrier, n0 + block, k0, expert);
+        tma_load_3d(b + (half * width + block) * BK, &p.map, barrier, n0 + block, k0, expert);
     }
   }
 }
 
 /* Warpgroup 0: thread t loads 16-byte chunk t % 8 of rows t / 8 + 16 j, and thread 0 the weights as well. */
 template <int BN, int STAGES, int EPILOGUE, bool B_KN>
-__device__ __forceinline__ void producer(gemm_shared<BN, STAGES, EPILOGUE> &s, const gemm_params &p, const CUtensorMap *map,
-                                         int tiles, int column_tiles) {
+__device__ __forceinline__ void producer(gemm_shared<BN, STAGES, EPILOGUE> &s, const gemm_params &p, int tiles,
+                                         int column_tiles) {
   const int thread = threadIdx.x, chunk = thread % 8, line = thread / 8;
   const uint32_t offset = line * 128 + ((chunk ^ (line % 8)) * 16);
   const int blocks = (p.k + BK - 1) / BK;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void producer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
       mbarrier_wait(&s.empty[at.stage], at.phase);
       if (thread == 0) {
         mbarrier_arrive_expect(&s.full[at.stage], BN * BK * 2);
-        load_b<BN, B_KN>(s.b[at.stage], p, map, &s.full[at.stage], place.column, block * BK, place.expert);
+        load_b<BN, B_KN>(s.b[at.stage], p, &s.full[at.stage], place.column, block * BK, place.expert);
       }
       const int k0 = block * BK + chunk * 8;
       const bool in_k = k0 < p.k;
@@ -139,11 +139,11 @@ __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
 
 template <int BN, int STAGES, int EPILOGUE, bool B_KN>
 __global__ void __launch_bounds__(384, 1)
-    gemm_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ gemm_params p) {
+    gemm_kernel(const __grid_constant__ gemm_params p) {
   extern __shared__ uint8_t raw[];
   auto &s = *reinterpret_cast<gemm_shared<BN, STAGES, EPILOGUE> *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
   if (threadIdx.x == 0) {
-    tma_prefetch(&map);
+    tma_prefetch(&p.map);
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(&s.full[i], 128 + 1);
       mbarrier_init(&s.empty[i], CONSUMER_WARPS);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(384, 1)
   const int tiles = s.first[p.experts] * column_tiles;
   if (threadIdx.x < 128) {
     registers_shrink<72>();
-    producer<BN, STAGES, EPILOGUE, B_KN>(s, p, &map, tiles, column_tiles);
+    producer<BN, STAGES, EPILOGUE, B_KN>(s, p, tiles, column_tiles);
   } else {
     registers_grow<216>();
     consumer<BN, STAGES, EPILOGUE, B_KN>(s, p, tiles, column_tiles);

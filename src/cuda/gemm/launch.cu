@@ -2,7 +2,8 @@
  *
  * From public arguments to a launch of the grouped products: which problems fit wgmma, which instance takes them, the
  * tensor map of the weights. Host code only; nothing here looks at device memory. */
-#include "../device.h"
+#include <cuda.h>
+
 #include "../launch.h"
 #include "host.h"
 #include "wgrad.cuh"
@@ -48,13 +49,24 @@ extern "C" size_t moe_cuda_wgmma_gemm_scratch(const moe_gemm_args *args) {
   return (size_t)args->rows * CEIL_DIV(args->n, 128) * sizeof(float);
 }
 
+typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                                    const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                                    CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
 /* Weights [E,n,k] (or [E,k,n]) as a 3-D map whose last coordinate is the expert; boxes past an edge read zeros. */
-static moe_status weight_map(moe_context *ctx, const moe_gemm_args *args, int box_rows, CUtensorMap *map) {
+static moe_status weight_map(const moe_context *ctx, const moe_gemm_args *args, int box_rows, CUtensorMap *map) {
+  const encode_function encode = (encode_function)((const struct cuda_device *)ctx->state)->encode_tensor_map;
   const cuuint64_t inner = args->b_kn ? args->n : args->k, outer = args->b_kn ? args->k : args->n;
   const cuuint64_t size[3] = {inner, outer, (cuuint64_t)args->experts};
-  const cuuint64_t stride[2] = {inner * 2, inner * outer * 2};
-  const cuuint32_t box[3] = {64, args->b_kn ? 64 : (cuuint32_t)box_rows, 1}, step[3] = {1, 1, 1};
-  return moe_cuda_tensor_map(ctx, "gemm", map, args->b, 3, size, stride, box, step);
+  const cuuint64_t stride_bytes[2] = {inner * 2, inner * outer * 2};
+  const cuuint32_t box[3] = {BK, args->b_kn ? BK : (cuuint32_t)box_rows, 1}, step[3] = {1, 1, 1};
+  CHECK(encode != NULL, MOE_ERROR_DEVICE, "gemm: the driver has no tensor maps, wanted one for CUDA 12.0 or later");
+  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)args->b, size, stride_bytes, box,
+                                 step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CHECK(result == CUDA_SUCCESS, MOE_ERROR_DEVICE, "gemm: b = %p: the driver made no tensor map (CUresult %d)", args->b,
+        (int)result);
+  return MOE_OK;
 }
 
 static gemm_params params_of(const moe_gemm_args *args, int bn) {
@@ -96,15 +108,12 @@ extern "C" moe_status moe_cuda_wgmma_gemm(moe_context *ctx, const moe_gemm_args 
   gemm_params p = params_of(args, instance->bn);
   const bool partial = args->epilogue == MOE_EPILOGUE_DACT && args->dweights != NULL;
   if (partial) p.partial = static_cast<float *>(args->scratch);
-  CUtensorMap map;
-  TRY(weight_map(ctx, args, instance->bn / p.halves, &map));
+  TRY(weight_map(ctx, args, instance->bn / p.halves, &p.map));
   const int64_t tiles = tiles_of(args->rows, args->experts) * p.column_tiles;
-  const size_t shared = instance->shared_bytes + ALIGN_SHARED + (size_t)args->experts * 4;
-  void *arguments[] = {&map, &p};
-  TRY(moe_cuda_launch("gemm", instance->kernel, dim3((unsigned)(tiles < ctx->units ? tiles : ctx->units)), dim3(384),
-                      arguments, shared, stream));
-  if (!partial) return MOE_OK;
-  return moe_cuda_finish_dweights(ctx, args, p.partial, p.column_tiles, stream);
+  const struct cuda_grid grid = {tiles < ctx->units ? tiles : ctx->units, 1, 1, 384,
+                                 instance->shared_bytes + ALIGN_SHARED + (size_t)args->experts * 4};
+  TRY(moe_cuda_launch("gemm", instance->kernel, grid, &p, stream));
+  return partial ? moe_cuda_finish_dweights(args, p.partial, p.column_tiles, stream) : MOE_OK;
 }
 
 /* ---- contraction over rows */
@@ -140,7 +149,18 @@ extern "C" moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_arg
   const void *kernel = wide ? (const void *)wgrad_kernel<256, 4> : (const void *)wgrad_kernel<128, 4>;
   const size_t shared = (wide ? sizeof(wgrad_shared<256, 4>) : sizeof(wgrad_shared<128, 4>)) + ALIGN_SHARED;
   const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, wide ? 256 : 128);
-  void *arguments[] = {&p};
-  return moe_cuda_launch("wgrad", kernel, dim3((unsigned)(tiles < ctx->units ? tiles : ctx->units)), dim3(384), arguments,
-                         shared, stream);
+  const struct cuda_grid grid = {tiles < ctx->units ? tiles : ctx->units, 1, 1, 384, shared};
+  return moe_cuda_launch("wgrad", kernel, grid, &p, stream);
+}
+
+static moe_status load(const gemm_instance *instance) { return moe_cuda_load(&instance->kernel, 1); }
+
+extern "C" moe_status moe_cuda_load_wgmma(void) {
+  const void *const wgrad[] = {(const void *)wgrad_kernel<256, 4>, (const void *)wgrad_kernel<128, 4>};
+  for (int i = 0; i < 4; i++) {
+    TRY(load(moe_cuda_gemm_store(i % 2 ? 128 : 256, i / 2)));
+    TRY(load(moe_cuda_gemm_act(i % 2 ? 128 : 256, i / 2)));
+    if (i % 2) TRY(load(moe_cuda_gemm_dact(128, i / 2)));
+  }
+  return moe_cuda_load(wgrad, 2);
 }

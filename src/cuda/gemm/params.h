@@ -9,6 +9,7 @@
 #include "moeblas_ops.h"
 
 struct gemm_params {
+  CUtensorMap map; /* of the weights, the expert as third coordinate */
   const int32_t *row_offset; /* NULL: one expert with all rows */
   const int32_t *row_slot;   /* NULL: slot(r) = r */
   const __nv_bfloat16 *a;
