@@ -5,6 +5,13 @@
 
 #include "layer.h"
 
+/* Slots that an expert keeps; 0: all, also where the factor is so large that the product is no int64_t. */
+static int64_t capacity(const moe_config *c, int64_t tokens) {
+  const double slots = (double)tokens * (double)c->topk;
+  const double limit = ceil(slots / (double)c->experts * (double)c->capacity_factor);
+  return limit < slots ? (int64_t)limit : 0;
+}
+
 /* Scores, choice, losses, and the map from slots to rows. */
 static moe_status route(struct run *run, const moe_forward_args *io, const moe_params *params,
                         struct saved *s) {
@@ -29,13 +36,11 @@ static moe_status route(struct run *run, const moe_forward_args *io, const moe_p
   else if (io->losses != NULL)
     RUN(run, zero, .data = io->losses, .bytes = 2 * sizeof *io->losses);
   if (c->entry == MOE_ENTRY_ROWS) return MOE_OK;
-  const double share = (double)tokens * (double)c->topk / (double)c->experts;
   RUN(run, sort, .tokens = tokens, .experts = c->experts, .topk = c->topk,
       .ids = moe_has_router(c) ? s->ids : io->given_ids, .padding_mask = io->padding_mask,
-      .weights = moe_has_router(c) ? s->weights : io->given_weights,
-      .capacity = (int64_t)ceil(share * (double)c->capacity_factor), .drop = c->drop,
-      .row_offset = s->map.row_offset, .row_slot = s->map.row_slot, .slot_row = s->map.slot_row,
-      .counts = io->counts);
+      .weights = moe_has_router(c) ? s->weights : io->given_weights, .capacity = capacity(c, tokens),
+      .drop = c->drop, .row_offset = s->map.row_offset, .row_slot = s->map.row_slot,
+      .slot_row = s->map.slot_row, .counts = io->counts);
   return MOE_OK;
 }
 

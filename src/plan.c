@@ -227,6 +227,8 @@ void moe_plan_destroy(moe_plan *plan) { moe_host_free(plan); }
 
 moe_status moe_warmup(const moe_plan *plan, moe_stream stream) {
   CHECK(plan != NULL, MOE_ERROR_ARGUMENT, "warmup: plan = NULL, wanted a plan");
+  CHECK(stream == NULL || plan->ctx->backend->id != MOE_BACKEND_CPU, MOE_ERROR_ARGUMENT,
+        "warmup: stream is given, wanted NULL for the CPU");
   return plan->ctx->backend->warmup(plan->ctx, &plan->config, stream);
 }
 

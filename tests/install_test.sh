@@ -5,7 +5,7 @@
 # pkg-config and with CMake, against the shared and the static library, as C11 and as C++17; the installed tool; DESTDIR.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-unset MAKEFLAGS MAKELEVEL MFLAGS # of a make that may run this test
+unset MAKEFLAGS MAKELEVEL MFLAGS MOEBLAS_PRESETS # of a make that may run this test
 build=${BUILD:-build}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -82,6 +82,7 @@ expect "static runs" "$scratch/cmake/build/static"
 same() { [[ $("$scratch/static") == "$(with_library "$scratch/pc")" ]]; }
 expect "all of them compute the same" same
 expect "the installed tool runs" bash -c "cd / && $prefix/bin/moeblas info"
+expect "it finds the presets" bash -c "cd / && $prefix/bin/moeblas check 'preset=mixtral-8x7b t9 h32 f16'"
 expect "DESTDIR" make BUILD="$build" PREFIX=/usr DESTDIR="$scratch/stage" install
 expect "moeblas.pc names the final prefix" grep -qx 'prefix=/usr' "$scratch/stage/usr/lib/pkgconfig/moeblas.pc"
 finish

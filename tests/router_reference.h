@@ -92,6 +92,7 @@ static inline struct routing make_routing(int64_t tokens, int64_t experts, int64
 static inline struct routed call_routing(const struct routing *p, int threads) {
   struct routed r = {guarded((size_t)(p->tokens * p->topk) * 4), guarded((size_t)p->experts * 4),
                      guarded((size_t)(p->tokens * p->topk) * 4)};
+  memset(r.ids, 0x55, (size_t)(p->tokens * p->topk) * 4); /* the fill of guarded() would pass for -1 */
   moe_route_args args = {.tokens = p->tokens, .experts = p->experts, .topk = p->topk, .router = &p->router};
   args.logits = p->logits, args.logits_dtype = p->dtype, args.router_bias = p->router_bias;
   args.correction_bias = p->correction_bias, args.given_ids = p->given_ids, args.padding_mask = p->mask;

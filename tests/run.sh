@@ -9,6 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export BUILD=${BUILD:-build} JOB_SECONDS=${JOB_SECONDS:-1500}
 export OMP_WAIT_POLICY=passive # two jobs share the cores
+export MOEBLAS_PRESETS=$PWD/data/presets.csv # BUILD may lie elsewhere
 logs=$BUILD/log
 only=${ONLY:-}
 jobs=()
@@ -25,8 +26,16 @@ for part in ${*:-unit problems scripts gates}; do
     add "$name" "$BUILD/tests/$name"
   done ;;
   problems)
-    add problems "$BUILD/moeblas" check @tests/problems/ci.txt
-    add problems_mutated "$BUILD/moeblas" check --mutate @tests/problems/ci.txt
+    for list in ci edge presets; do
+      add "problems_$list" "$BUILD/moeblas" check "@tests/problems/$list.txt"
+    done
+    add problems_random "$BUILD/moeblas" check --random 100 --seed 1
+    add problems_bitwise "$BUILD/moeblas" check --bitwise @tests/problems/smoke.txt
+    add problems_mutated "$BUILD/moeblas" check --mutate @tests/problems/smoke.txt
+    for isa in base avx2; do # the best one of the machine has had its turn
+      [[ $isa == base ]] || grep -qw "$isa" /proc/cpuinfo || continue
+      add "problems_$isa" env "MOE_CPU_ISA=$isa" "$BUILD/moeblas" check @tests/problems/ci.txt
+    done
     ;;
   scripts) for script in tests/*.sh; do
     [[ $script == tests/run.sh ]] || add "$(basename "$script" .sh)" "$script"
@@ -55,7 +64,7 @@ run_job() { # "name command..."
     { passed=0 failed=0; }
   ((passed + failed > 0 && (status == 0 || failed > 0))) || failed=$((failed + 1))
   echo "$passed $failed" >"$logs/$name.sum"
-  ((failed == 0)) || tail -n 40 "$logs/$name.log" | sed 's/^/  | /'
+  ((failed == 0)) || grep -vE '^(ok|PASS) ' "$logs/$name.log" | tail -n 40 | sed 's/^/  | /'
   printf '%-28s %d passed, %d failed  (%d s%s)\n' "$name" "$passed" "$failed" $((SECONDS - start)) \
     "$( ((status == 0)) || echo ", exit status $status: $command")"
 }

@@ -173,6 +173,14 @@ extern const int layer_case_count;
     EXPECT(id_ < 0, "%s: %s: %s differs at %d", (c)->name, what, (a)->array[id_].name, \
            (int)layer_difference((a), (b), id_));                                      \
   } while (0)
+/* The call fails with MOE_ERROR_<want>, and the sentence has this in it. */
+#define REFUSED(call, want, sentence)                                                \
+  do {                                                                               \
+    const moe_status got_ = (call);                                                  \
+    EXPECT(got_ == MOE_ERROR_##want && strstr(moe_last_error(), sentence) != NULL,   \
+           "%s, \"%s\", wanted %s, \"%s\"", moe_status_name(got_), moe_last_error(), \
+           moe_status_name(MOE_ERROR_##want), sentence);                             \
+  } while (0)
 /* Runs `check` on every case that the condition on its config c holds for. */
 #define EACH_CASE(check, condition)                        \
   do {                                                     \

@@ -129,7 +129,7 @@ TEST(losses_and_slopes_follow_their_definitions) {
           p.router.balance = (moe_balance)balance;
           p.router.balance_coeff = balance ? 0.01f : 0;
           p.router.z_coeff = count % 3 ? 0.001f : 0;
-          p.router.sequence_tokens = balance == MOE_BALANCE_SEQUENCE ? LENGTHS[count / 4 % 4] : 0;
+          p.router.sequence_tokens = balance == MOE_BALANCE_SEQUENCE ? LENGTHS[(count / 16 + score) % 4] : 0;
           if (count & 1) p.router_bias = random_array(MOE_FP32, p.experts, 1, &seed);
           if (count % 5) p.mask = guarded((size_t)p.tokens);
           for (int64_t i = 0; i < p.tokens && p.mask;

@@ -1,57 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The matrix products of the CPU back end against naive loops in double, for every instruction set of this machine, and
- * the promises about bits: the same for any number of threads, batch, position of a row, or NaN next door.
+ * The matrix products of the CPU back end against naive loops in double, for every instruction set of this machine.
  *
  * The error allowed is that of a chain of k fp32 multiply-adds, whose roundings walk at random: 2^-24 (4 + 2 sqrt k) times
  * the sum of the magnitudes of the terms; a dropped term is 1/k of that sum. Outputs stand between guard bands. */
 #include <math.h>
 
-#include "cpu/cpu.h"
-#include "cpu/kernel.h"
-#include "format.h"
-#include "test.h"
-
-enum {
-  GUARD = 64,
-  POISON = 0xa5
-};
+#include "products.h"
 
 static const moe_dtype dtypes[] = {MOE_FP32, MOE_BF16, MOE_FP16};
-static const char *const isa_names[] = {"base", "avx2", "avx512"};
 
-/* ---- memory --------------------------------------------------------------------------------------------------- */
-
-struct guarded {
-  unsigned char *memory;
-  size_t bytes;
-};
-
-static struct guarded guarded_new(size_t bytes) {
-  struct guarded g = {malloc(bytes + 2 * GUARD), bytes};
-  memset(g.memory, POISON, bytes + 2 * GUARD);
-  return g;
-}
-static void *guarded_data(struct guarded g) { return g.memory + GUARD; }
-
-static bool poisoned(const unsigned char *bytes, size_t n) {
-  for (size_t i = 0; i < n; i++)
-    if (bytes[i] != POISON) return false;
-  return true;
-}
-/* Checks the guards, and that nothing was written after the first `used` bytes. */
-static void guarded_free(struct guarded g, size_t used, const char *name) {
-  EXPECT(poisoned(g.memory, GUARD), "%s: written in front", name);
-  EXPECT(poisoned(g.memory + GUARD + used, g.bytes - used + GUARD), "%s: written behind byte %zu", name,
-         used);
-  free(g.memory);
-}
-
-static void *random_array(uint64_t *seed, moe_dtype dtype, int64_t n) {
-  void *array = malloc((size_t)(n + 1) * 4);
-  for (int64_t i = 0; i < n; i++) moe_store(array, dtype, i, test_uniform(seed));
-  return array;
-}
 static int64_t below(uint64_t *seed, int64_t n) { return (int64_t)(test_random(seed) % (uint64_t)n); }
 static size_t dtype_bytes(moe_dtype dtype) { return dtype == MOE_FP32 ? 4 : 2; }
 
@@ -61,27 +19,6 @@ static double rounding(moe_dtype dtype, double v) {
   return fabs(v) * unit * 2 + (dtype == MOE_FP16 ? 0x1p-25 : 0);
 }
 static double chain(double magnitude, int64_t k) { return 0x1p-24 * (4 + 2 * sqrt((double)k)) * magnitude; }
-
-static bool open_isa(const char *name, moe_context *ctx, int units) {
-  const struct moe_cpu_kernel *kernel;
-  setenv("MOE_CPU_ISA", name, 1);
-  if (moe_cpu_kernel_select(&kernel) != MOE_OK) return false;
-  unsetenv("MOE_CPU_ISA");
-  *ctx = (moe_context){.units = units, .state = (void *)(uintptr_t)kernel};
-  return true;
-}
-
-/* ---- running with exact scratch ------------------------------------------------------------------------------- */
-
-#define RUN(op, ctx, args)                                              \
-  do {                                                                  \
-    (args)->scratch_bytes = moe_cpu_##op##_scratch((ctx), (args));      \
-    const struct guarded scratch_ = guarded_new((args)->scratch_bytes); \
-    (args)->scratch = guarded_data(scratch_);                           \
-    const moe_status status_ = moe_cpu_##op((ctx), (args), NULL);       \
-    EXPECT(status_ == MOE_OK, "%s: %d", #op, (int)status_);             \
-    guarded_free(scratch_, (args)->scratch_bytes, #op " scratch");      \
-  } while (0)
 
 /* ---- random row maps ------------------------------------------------------------------------------------------ */
 
@@ -412,11 +349,6 @@ static void check_grad(uint64_t seed, moe_context *ctx, bool bias) {
   free(a), free(b), free(before), free(weights);
   map_free(map);
 }
-
-#define FOR_EACH_ISA(ctx, units)                                          \
-  moe_context ctx;                                                        \
-  for (size_t isa = 0; isa < sizeof isa_names / sizeof *isa_names; isa++) \
-    if (open_isa(isa_names[isa], &ctx, (units)))
 
 TEST(gemm_is_the_naive_product) {
   FOR_EACH_ISA(ctx, 2)

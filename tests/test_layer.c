@@ -135,6 +135,30 @@ static void check_oracle(const struct layer_case *c) {
 }
 TEST(agrees_with_the_oracle) { EACH_CASE(check_oracle, 1); }
 
+/* The two ways to weigh the gradients of the router losses. */
+static void check_loss_scale(const struct layer_case *c) {
+  for (int skip = 0; skip < 2; skip++) {
+    struct layer l;
+    struct reference r;
+    OPEN(&l, c, o.seed = 10);
+    reference_run(&r, &l);
+    oracle_free(&r.o);
+    r.o.loss_scale = 30;
+    r.o.skip_losses = skip;
+    if (oracle_run(&r.o) != 0) exit(2);
+    RAN(layer_forward(&l), c);
+    l.backward.loss_scale = 30;
+    l.backward.skip_losses = skip;
+    RAN(moe_backward(l.plan, &l.backward, NULL), c);
+    expect_oracle(&l, &r, c->name);
+    reference_free(&r);
+    layer_close(&l);
+  }
+}
+TEST(losses_are_scaled_or_skipped) {
+  EACH_CASE(check_loss_scale, c->router.balance != MOE_BALANCE_NONE || c->router.z_coeff > 0);
+}
+
 static void check_one_expert(const struct layer_case *c) {
   struct layer l;
   OPEN(&l, c, o.without &= ~BIT(GIVEN_IDS));
@@ -362,6 +386,20 @@ static void check_hostile_offsets(const struct layer_case *c) {
     }
 }
 TEST(hostile_offsets_stay_inside) { EACH_CASE(check_hostile_offsets, c->entry == MOE_ENTRY_ROWS); }
+
+static void check_vast_capacity(const struct layer_case *c) {
+  struct layer_case vast = *c, none = *c;
+  vast.config.capacity_factor = 1e30f;
+  none.config.capacity_factor = 0;
+  struct layer a, b;
+  OPEN(&a, &none, o.seed = 8);
+  OPEN(&b, &vast, o.seed = 8);
+  RAN(layer_run(&a), c);
+  RAN(layer_run(&b), c);
+  SAME(&a, &b, 0, c, "a vast capacity");
+  layer_close(&a), layer_close(&b);
+}
+TEST(a_vast_capacity_drops_nothing) { EACH_CASE(check_vast_capacity, c->capacity_factor > 0); }
 
 /* ---- the reports */
 

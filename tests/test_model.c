@@ -465,6 +465,12 @@ TEST(inference_is_causal_and_equal) {
   EXPECT(model_forward(c.m, b.input, 1, 17) == MOE_OK, "%s", moe_last_error());
   EXPECT(memcmp(b.m->logits, c.m->logits, 17 * MODEL_BYTES * sizeof(float)) == 0,
          "the first 17 of 24 bytes give other logits alone");
+  float whole[MODEL_BYTES];
+  memcpy(whole, b.m->logits + 23 * MODEL_BYTES, sizeof whole);
+  for (int i = 17; i < 24; i++) EXPECT(model_step(c.m, b.input[i], i) == MOE_OK, "%s", moe_last_error());
+  for (int i = 0; i < MODEL_BYTES; i++)
+    EXPECT(fabsf(whole[i] - c.m->logits[i]) < 1e-5f, "logit %d: %g step by step, %g at once", i,
+           (double)c.m->logits[i], (double)whole[i]);
   uint8_t text[2][64] = {"seed", "seed"};
   EXPECT(sample_text(c.m, text[0], 4, 60, 3) == MOE_OK && sample_text(c.m, text[1], 4, 60, 3) == MOE_OK, "%s",
          moe_last_error());

@@ -73,6 +73,7 @@ static void check(const struct problem *p) {
   int32_t *row_offset = guarded((experts + 1) * 4), *row_slot = guarded(slots * 4),
           *slot_row = guarded(slots * 4);
   int32_t *counts = guarded(experts * 4);
+  memset(row_slot, 0x55, slots * 4), memset(slot_row, 0x55, slots * 4); /* guarded() fills with -1 */
   moe_sort_args args = {.tokens = p->tokens,
                         .experts = p->experts,
                         .topk = p->topk,

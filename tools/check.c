@@ -17,12 +17,13 @@
 #include "problem_list.h"
 
 /* The limits of docs/numerics.md. fp32: noise of sums of up to 2^14 terms. bf16 and fp16: fp32 noise makes a few values
- * round the other way than in the staged reference; each is off by one spacing, 2^-7 or 2^-10 of it, and where it leads its
- * row, so is the row. The whole tensor has no such room: there the documented roundings must explain all. */
+ * round the other way than in the staged reference; each is off by one spacing, 2^-7 or 2^-10 of it, what follows from it
+ * may be by another, and where it leads its row, so is the row: two spacings. The whole tensor has no such room: there the
+ * documented roundings must explain the error but for a tenth. */
 static const struct check_limit limits[] = {
     {MOE_FP32, 1e-5, 0, 0},
-    {MOE_BF16, 0x1p-7, 1.1, 0x1p-11},
-    {MOE_FP16, 0x1p-10, 1.1, 0x1p-14},
+    {MOE_BF16, 0x1p-6, 1.1, 0x1p-11},
+    {MOE_FP16, 0x1p-9, 1.1, 0x1p-14},
 };
 
 const struct check_limit *check_limit_of(moe_dtype dtype) { return &limits[(int)dtype - MOE_FP32]; }
@@ -253,7 +254,7 @@ static int finish(struct job *job, int code) {
     json_integer(&job->out, "failed", job->failed);
     json_integer(&job->out, "refused", job->refused);
     json_close(&job->out, '}');
-  } else {
+  } else if (code == CLI_GO_ON) {
     if (job->refused) printf("%d refused\n", job->refused);
     printf("%d passed, %d failed\n", job->passed, job->failed);
   }

@@ -39,6 +39,11 @@ static struct block block_at(const moe_act_desc *act, moe_dtype dtype, int64_t i
   return (struct block){act, dtype, inter, r * inter * (act->gated ? 2 : 1), first, n};
 }
 
+/* Halves that alternate in short groups, whole groups a block: the block's 2n columns of h lie together. */
+static bool is_woven(const struct block *b) {
+  return b->act->gated && b->act->layout == MOE_LAYOUT_INTERLEAVED && BLOCK % b->act->interleave == 0;
+}
+
 /* How many gate columns of h lie next to one another from element f of the block on. */
 static int64_t run_length(const struct block *b, int64_t f) {
   const int64_t left = b->n - f;
@@ -52,6 +57,14 @@ static int64_t gate_at(const struct block *b, int64_t f) {
 }
 
 static void read_halves(const struct block *b, const void *h, float *gate, float *up) {
+  if (is_woven(b)) {
+    float both[2 * BLOCK];
+    const int64_t group = b->act->interleave;
+    moe_cpu_read(both, h, b->dtype, gate_at(b, 0), 2 * b->n);
+    for (int64_t f = 0; f < b->n; f += group)
+      for (int64_t i = f; i < f + group; i++) gate[i] = both[f + i], up[i] = both[f + i + group];
+    return;
+  }
   const int64_t distance = moe_up_distance(b->act, b->inter);
   for (int64_t f = 0, run; f < b->n; f += run) {
     run = run_length(b, f);
@@ -61,6 +74,14 @@ static void read_halves(const struct block *b, const void *h, float *gate, float
 }
 
 static void write_halves(const struct block *b, void *h, const float *gate, const float *up) {
+  if (is_woven(b)) {
+    float both[2 * BLOCK];
+    const int64_t group = b->act->interleave;
+    for (int64_t f = 0; f < b->n; f += group)
+      for (int64_t i = f; i < f + group; i++) both[f + i] = gate[i], both[f + i + group] = up[i];
+    moe_cpu_write(h, b->dtype, gate_at(b, 0), both, 2 * b->n);
+    return;
+  }
   const int64_t distance = moe_up_distance(b->act, b->inter);
   for (int64_t f = 0, run; f < b->n; f += run) {
     run = run_length(b, f);
@@ -100,13 +121,32 @@ static void gate_slopes(const moe_act_desc *act, float *restrict y, const float 
   }
 }
 
+/* y[i] *= v(up[i]) + offset, and its derivative. Two loops, because one would compute the tanh of every
+ * element and then choose; a constant up_beta lets it go. */
+static void times_up(const moe_act_desc *act, float *restrict y, const float *restrict up, int64_t n) {
+  moe_act_desc bare = *act;
+  bare.up_beta = 0;
+  if (act->up_beta > 0)
+    for (int64_t i = 0; i < n; i++) y[i] *= moe_act_up(act, up[i]);
+  else
+    for (int64_t i = 0; i < n; i++) y[i] *= moe_act_up(&bare, up[i]);
+}
+
+static void times_dup(const moe_act_desc *act, float *restrict y, const float *restrict up, int64_t n) {
+  moe_act_desc bare = *act;
+  bare.up_beta = 0;
+  if (act->up_beta > 0)
+    for (int64_t i = 0; i < n; i++) y[i] *= moe_act_dup(act, up[i]);
+  else
+    for (int64_t i = 0; i < n; i++) y[i] *= moe_act_dup(&bare, up[i]);
+}
+
 static void act_block(const moe_act_args *args, int64_t r, int64_t first) {
   float gate[BLOCK], up[BLOCK], a[BLOCK];
   const struct block b = block_at(args->act, args->dtype, args->inter, r, first);
   read_halves(&b, args->h, gate, up);
   gate_values(args->act, a, gate, b.n);
-  if (args->act->gated)
-    for (int64_t i = 0; i < b.n; i++) a[i] *= moe_act_up(args->act, up[i]);
+  if (args->act->gated) times_up(args->act, a, up, b.n);
   moe_cpu_write(args->a, args->dtype, r * args->inter + first, a, b.n);
 }
 
@@ -125,15 +165,13 @@ static void backward_block(const moe_act_backward_args *args, int64_t r, int64_t
   read_halves(&b, args->h, gate, up);
   moe_cpu_read(da, args->da, args->dtype, r * args->inter + first, b.n);
   gate_slopes(act, dgate, gate, b.n);
-  if (!act->gated) {
-    for (int64_t i = 0; i < b.n; i++) dgate[i] *= da[i];
-  } else {
+  if (act->gated) {
+    times_up(act, dgate, up, b.n);
     gate_values(act, dup, gate, b.n);
-    for (int64_t i = 0; i < b.n; i++) {
-      dgate[i] *= da[i] * moe_act_up(act, up[i]);
-      dup[i] *= da[i] * moe_act_dup(act, up[i]);
-    }
+    times_dup(act, dup, up, b.n);
+    for (int64_t i = 0; i < b.n; i++) dup[i] *= da[i];
   }
+  for (int64_t i = 0; i < b.n; i++) dgate[i] *= da[i];
   write_halves(&b, args->dh, dgate, dup);
 }
 

@@ -23,10 +23,9 @@ enum {
   TILE_ROWS = 192, /* most experts of a training batch fit in one tile, so that their weights are read once */
   BLOCK = 192,     /* columns of a block, a multiple of 32 */
   SLICE = 128,     /* of k: 64 rows of it are 32 KiB, two thirds of a first-level cache */
-  PANEL =
-      BLOCK +
-      16,    /* row length of a slice of B: an odd number of cache lines, so that rows spread over the sets */
-  STRIP = 16 /* rows transposed together */
+  PANEL = BLOCK + 16, /* of B: rows of an odd number of cache lines, so that they spread over the sets */
+  STEP = 12,          /* rows of p between two fetches of B: one or two tiles of the kernel */
+  STRIP = 16          /* rows transposed together */
 };
 
 struct tile {
@@ -94,7 +93,8 @@ static void find_tiles(struct gemm *g) {
 
 /* The block that begins at element `begin`. Interleaved runs of gate and up are kept together if they are short. */
 static struct block block_at(const struct gemm *g, int64_t begin) {
-  const int64_t limit = g->gated ? BLOCK / 2 : BLOCK, left = g->inter - begin;
+  const int64_t block = g->gated ? BLOCK / 2 : BLOCK, left = g->inter - begin;
+  const int64_t limit = ALIGN_UP(CEIL_DIV(g->inter, CEIL_DIV(g->inter, block)), 16); /* as even as can be */
   struct block b = {
       .begin = begin, .count = left < limit ? left : limit, .segments = 1, .column = {begin, 0}};
   b.length = b.count;
@@ -163,50 +163,84 @@ static void pack_tile(const struct gemm *g, const struct tile *tile, const struc
 
 /* ---- one block of the product --------------------------------------------------------------------------------- */
 
+/* The slice of B that comes next, fetched into cache a few rows at a time: its rows are too short for the hardware to see
+ * them coming. */
+struct ahead {
+  const char *row;
+  int64_t rows, row_bytes, stride_bytes;
+  int64_t step; /* rows fetched at a time */
+};
+
+/* For a slice of `rows` rows that lies `offset` elements from the start of B, to be fetched during `m` rows of products. */
+static struct ahead ahead_of(const moe_gemm_args *args, int64_t offset, int64_t rows, int64_t columns,
+                             int64_t stride, int64_t m) {
+  const int64_t size = (int64_t)moe_dtype_bytes(args->b_dtype);
+  return (struct ahead){.row = (const char *)args->b + offset * size,
+                        .rows = rows,
+                        .row_bytes = columns * size,
+                        .stride_bytes = stride * size,
+                        .step = 1 + rows * STEP / (m + 1)};
+}
+
+static void fetch(struct ahead *next) {
+  for (int64_t i = 0; i < next->step && next->rows > 0; i++, next->rows--, next->row += next->stride_bytes)
+    for (int64_t byte = 0; byte < next->row_bytes; byte += 64) __builtin_prefetch(next->row + byte, 0, 2);
+}
+
 /* c[j*padded + r] += sum over the slice of p[j,:] A[r,:], for all rows of the tile. */
-static void times_rows(const struct gemm *g, const struct tile *tile, const struct worker *w, float *c,
-                       const float *p, int64_t p_row, int64_t columns, int64_t k0, int64_t kc) {
+static void times_rows(const struct gemm *g, const struct tile *tile, const struct worker *w,
+                       struct ahead *next, float *c, const float *p, int64_t p_row, int64_t columns,
+                       int64_t k0, int64_t kc) {
   const int64_t k = g->args->k, padded = ALIGN_UP(tile->count, g->kernel->lanes);
   const int64_t groups = CEIL_DIV(padded, g->kernel->width);
   for (int64_t i = 0; i < groups; i++) {
     const int64_t begin = group_begin(g->kernel, padded, i, groups);
     const int64_t width = group_begin(g->kernel, padded, i + 1, groups) - begin;
-    g->kernel->product(c + begin, padded, p, p_row, 1, columns, w->rows + begin * k + k0 * width, width,
-                       width, kc, k0 == 0);
+    const float *q = w->rows + begin * k + k0 * width;
+    for (int64_t j = 0; j < columns; j += STEP, fetch(next))
+      g->kernel->product(c + j * padded + begin, padded, p + j * p_row, p_row, 1,
+                         columns - j < STEP ? columns - j : STEP, q, width, width, kc, k0 == 0);
   }
 }
 
 static void slice_nk(const struct gemm *g, const struct tile *tile, const struct worker *w, int64_t column,
                      int64_t columns, float *c, int64_t k0, int64_t kc) {
   const moe_gemm_args *args = g->args;
-  const int64_t first = (tile->expert * args->n + column) * args->k + k0;
+  const int64_t first = (tile->expert * args->n + column) * args->k + k0, left = args->k - k0 - kc;
+  const int64_t groups = CEIL_DIV(tile->count, g->kernel->width);
+  struct ahead next =
+      ahead_of(args, first + kc, left > 0 ? columns : 0, left < kc ? left : kc, args->k, groups * columns);
   const float *p = (const float *)args->b + first;
   int64_t p_row = args->k;
   if (args->b_dtype != MOE_FP32) {
     g->kernel->read(w->panel, kc, args->b, args->b_dtype, first, args->k, columns, kc);
     p = w->panel, p_row = kc;
   }
-  times_rows(g, tile, w, c, p, p_row, columns, k0, kc);
+  times_rows(g, tile, w, &next, c, p, p_row, columns, k0, kc);
 }
 
 /* c[r*ldc + j] += sum over the slice of A[r,:] B[:,j]. */
 static void slice_kn(const struct gemm *g, const struct tile *tile, const struct worker *w, int64_t column,
                      int64_t columns, float *c, int64_t ldc, int64_t k0, int64_t kc) {
   const moe_gemm_args *args = g->args;
-  const int64_t k = args->k, padded = ALIGN_UP(tile->count, g->kernel->lanes);
+  const int64_t k = args->k, padded = ALIGN_UP(tile->count, g->kernel->lanes), left = k - k0 - kc;
   const int64_t lines = ALIGN_UP(columns, g->kernel->lanes), parts = CEIL_DIV(lines, g->kernel->width);
-  const int64_t groups = CEIL_DIV(padded, g->kernel->width);
-  g->kernel->read(w->panel, PANEL, args->b, args->b_dtype, (tile->expert * k + k0) * args->n + column,
-                  args->n, kc, columns);
+  const int64_t groups = CEIL_DIV(padded, g->kernel->width),
+                first = (tile->expert * k + k0) * args->n + column;
+  struct ahead next =
+      ahead_of(args, first + kc * args->n, left < kc ? left : kc, columns, args->n, parts * tile->count);
+  g->kernel->read(w->panel, PANEL, args->b, args->b_dtype, first, args->n, kc, columns);
   for (int64_t j = 0; j < parts; j++) {
     const int64_t from = group_begin(g->kernel, lines, j, parts);
     const int64_t wide = group_begin(g->kernel, lines, j + 1, parts) - from;
     for (int64_t i = 0; i < groups; i++) {
       const int64_t begin = group_begin(g->kernel, padded, i, groups);
       const int64_t width = group_begin(g->kernel, padded, i + 1, groups) - begin;
-      const int64_t count = tile->count - begin < width ? tile->count - begin : width;
-      g->kernel->product(c + begin * ldc + from, ldc, w->rows + begin * k + k0 * width, 1, width, count,
-                         w->panel + from, PANEL, wide, kc, k0 == 0);
+      const int64_t end = tile->count - begin < width ? tile->count - begin : width;
+      const float *p = w->rows + begin * k + k0 * width;
+      for (int64_t r = 0; r < end; r += STEP, fetch(&next))
+        g->kernel->product(c + (begin + r) * ldc + from, ldc, p + r, 1, width,
+                           end - r < STEP ? end - r : STEP, w->panel + from, PANEL, wide, kc, k0 == 0);
     }
   }
 }
@@ -359,7 +393,8 @@ static void store_dweights(const struct gemm *g, const struct tile *tile, const 
   if (args->dot_bias) {
     g->kernel->read(w->b_row, args->k, args->dot_bias, args->bias_dtype, tile->expert * args->k, 0, 1,
                     args->k);
-    times_rows(g, tile, w, w->dot, w->b_row, args->k, 1, 0, args->k);
+    struct ahead nothing = {0};
+    times_rows(g, tile, w, &nothing, w->dot, w->b_row, args->k, 1, 0, args->k);
   }
   for (int64_t i = 0; i < tile->count; i++)
     args->dweights[slot_of(args, tile->begin + i)] = w->dweights[i] + (args->dot_bias ? w->dot[i] : 0.0f);
@@ -392,7 +427,7 @@ static struct worker take_worker(struct arena *arena, const moe_gemm_args *args,
       .rows = arena_take(arena, (size_t)rows * k),
       .panel = arena_take(arena, SLICE * PANEL * size),
       .c = arena_take(arena, c),
-      .block_rows = arena_take(arena, c),
+      .block_rows = arena_take(arena, args->b_kn ? 0 : c),
       .bias = arena_take(arena, block),
       .h = arena_take(arena, block),
       .gate = arena_take(arena, block),

@@ -172,36 +172,48 @@ static void gate_slopes(const moe_act_desc *act, int64_t n, float *gate) {
   }
 }
 
-static void act_row(const moe_act_desc *act, int64_t n, const float *gate, const float *up, float *a) {
-  gates(act, n, gate, a);
-  if (up == NULL) return;
-  const moe_act_desc desc = *act;
-  if (desc.up_beta > 0)
-    for (int64_t i = 0; i < n; i++) a[i] *= moe_act_up(&desc, up[i]);
-  else
-    for (int64_t i = 0; i < n; i++)
-      a[i] *= (up[i] < desc.up_min   ? desc.up_min
-               : up[i] > desc.up_max ? desc.up_max
-                                     : up[i]) +
-              desc.up_offset;
+/* Inlined with up_beta known to be 0 and not, for the same reason. */
+INLINE void times_up(const moe_act_desc *act, int64_t n, const float *restrict up, float *restrict a) {
+  for (int64_t i = 0; i < n; i++) a[i] *= moe_act_up(act, up[i]);
 }
 
-/* With f = f(gate) in a:  dup = da f v'(up),  dgate = da f'(gate) v(up),  a = f v(up). */
-static void dact_row(const moe_act_desc *act, int64_t n, float *restrict gate, float *restrict up,
-                     const float *restrict da, float *restrict a) {
-  gates(act, n, gate, a);
-  gate_slopes(act, n, gate);
-  if (up == NULL) {
-    for (int64_t i = 0; i < n; i++) gate[i] *= da[i];
-    return;
-  }
-  const moe_act_desc desc = *act;
+/* With f = f(gate) in a and f' in gate:  dup = da f v'(up),  dgate = da f' v(up),  a = f v(up). */
+INLINE void times_up_slopes(const moe_act_desc *act, int64_t n, float *restrict gate, float *restrict up,
+                            const float *restrict da, float *restrict a) {
+  const float min = act->up_min, max = act->up_max;
+  moe_act_desc unmasked = *act;
+  unmasked.up_min = -INFINITY, unmasked.up_max = INFINITY;
   for (int64_t i = 0; i < n; i++) {
-    const float v = moe_act_up(&desc, up[i]);
-    up[i] = da[i] * a[i] * moe_act_dup(&desc, up[i]);
+    const float u = up[i], v = moe_act_up(act, u), slope = moe_act_dup(&unmasked, u);
+    const float above = u < min ? 0.0f : slope, inside = u > max ? 0.0f : above;
+    up[i] = da[i] * a[i] * inside;
     gate[i] *= da[i] * v;
     a[i] *= v;
   }
+}
+
+static void act_row(const moe_act_desc *act, int64_t n, const float *gate, const float *up, float *a) {
+  moe_act_desc linear = *act;
+  linear.up_beta = 0;
+  gates(act, n, gate, a);
+  if (up == NULL) return;
+  if (act->up_beta > 0)
+    times_up(act, n, up, a);
+  else
+    times_up(&linear, n, up, a);
+}
+
+static void dact_row(const moe_act_desc *act, int64_t n, float *gate, float *up, const float *da, float *a) {
+  moe_act_desc linear = *act;
+  linear.up_beta = 0;
+  gates(act, n, gate, a);
+  gate_slopes(act, n, gate);
+  if (up == NULL)
+    for (int64_t i = 0; i < n; i++) gate[i] *= da[i];
+  else if (act->up_beta > 0)
+    times_up_slopes(act, n, gate, up, da, a);
+  else
+    times_up_slopes(&linear, n, gate, up, da, a);
 }
 
 #define JOIN(a, b)   a##b

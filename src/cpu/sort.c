@@ -75,6 +75,7 @@ static uint32_t last_rank(const moe_sort_args *args, const int32_t *slots, int64
     while (histogram[byte] < keep) keep -= histogram[byte--];
     rank |= byte << shift;
     known |= 255u << shift;
+    if (histogram[byte] == keep) break; /* all that begin like this are kept, whatever follows */
   }
   *ties = keep;
   return rank;

@@ -140,6 +140,29 @@ void attention(const struct attention *shape, float *out, float *lse, const floa
   for (int64_t job = 0; job < shape->sequences * shape->heads; job++) attend_head(shape, out, lse, qkv, job);
 }
 
+/* One query of one head against `tokens` keys and values, in rows that lie `stride` apart. */
+static void attend_query(float *out, float *score, const float *q, const float *k, const float *v,
+                         int64_t stride, int64_t width, int64_t tokens) {
+  const float scale = 1.0f / sqrtf((float)width);
+  for (int64_t j = 0; j < tokens; j++) {
+    float dot = 0;
+#pragma omp simd reduction(+ : dot)
+    for (int64_t i = 0; i < width; i++) dot += q[i] * k[j * stride + i];
+    score[j] = scale * dot;
+  }
+  softmax_row(score, tokens, tokens);
+  memset(out, 0, (size_t)width * sizeof *out);
+  for (int64_t j = 0; j < tokens; j++)
+    for (int64_t i = 0; i < width; i++) out[i] += score[j] * v[j * stride + i];
+}
+
+void attention_step(const struct attention *shape, float *out, const float *qkv, int64_t tokens) {
+  const int64_t width = shape->width, plane = shape->heads * width, stride = 3 * plane;
+  for (int64_t h = 0; h < shape->heads; h++)
+    attend_query(out + h * width, shape->scratch, qkv + (tokens - 1) * stride + h * width,
+                 qkv + plane + h * width, qkv + 2 * plane + h * width, stride, width, tokens);
+}
+
 /* One query: score becomes P, dscore (holding dP) becomes dS without the factor of q and k. */
 CLONES static void dsoftmax_row(float *score, float *dscore, float lse, const float *dout, const float *out,
                                 int64_t width, int64_t used, int64_t end) {

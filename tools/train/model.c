@@ -107,7 +107,6 @@ static void carve_layer(struct carver *c, struct layer *y, const struct model *m
   const int64_t dim = m->config.dim;
   y->x = floats(c, m->tokens * dim);
   y->rstd1 = floats(c, m->tokens);
-  y->qkv = floats(c, m->tokens * 3 * dim);
   y->lse = floats(c, m->tokens * m->config.heads);
   y->mixed = floats(c, m->tokens * dim);
   y->x2 = floats(c, m->tokens * dim);
@@ -129,6 +128,7 @@ static void carve_all(struct carver *c, struct model *m) {
       carve_layer(c, y, m);
     else if (layer)
       *y = layer[0];
+    y->qkv = floats(c, m->tokens * 3 * dim);
     y->counts = carve(c, m->config.experts, sizeof *y->counts);
   }
   m->x = m->training || !layer ? floats(c, m->training ? m->tokens * dim : 0) : layer[0].x;

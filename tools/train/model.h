@@ -55,7 +55,7 @@ enum model_time { /* where a step's seconds go */
 struct layer {
   float *x; /* input */
   float *rstd1;
-  float *qkv; /* rotated */
+  float *qkv; /* rotated; its k and v are what model_step reads of the bytes before */
   float *lse;
   float *mixed; /* what attention gives, before Wproj */
   float *x2;    /* after attention */
@@ -71,8 +71,9 @@ struct model {
   struct model_config config;
   moe_context *ctx;
   moe_plan *plan;
-  int64_t tokens; /* most in a call */
-  int training;   /* gradients and one set of activations a layer; else one set for all */
+  int64_t tokens;   /* most in a call */
+  int64_t position; /* of the first token of the running call in its sequence: 0 but in model_step */
+  int training;     /* gradients and one set of activations a layer; else the layers share all but qkv */
 
   struct param *param;
   int params;
@@ -115,7 +116,10 @@ int64_t model_active_params(const struct model_config *config);
 
 /* input: `sequences` runs of `length` bytes. Leaves m->logits. */
 moe_status model_forward(struct model *m, const uint8_t *input, int64_t sequences, int64_t length);
-/* The same and *loss = mean of -ln p(target). */
+/* One more byte of the one sequence of which bytes 0 .. position-1 went through model_forward or model_step last, with
+ * 0 < position < config.sequence. Leaves its logits in m->logits[0..255]. */
+moe_status model_step(struct model *m, uint8_t byte, int64_t position);
+/* The same as model_forward and *loss = mean of -ln p(target). */
 moe_status model_loss(struct model *m, const uint8_t *input, const uint8_t *target, int64_t sequences,
                       int64_t length, double *loss);
 /* The same and m->grad = gradient of *loss plus the router losses of all layers. */

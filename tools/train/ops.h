@@ -36,6 +36,8 @@ void rope(const struct attention *shape, float *qkv, const float *table, int inv
 
 /* out [tokens, heads, width] = softmax(q k / sqrt(width)) v;  lse [tokens, heads] is kept for the backward. */
 void attention(const struct attention *shape, float *out, float *lse, const float *qkv);
+/* out [heads, width] for the last of `tokens` <= length tokens of one sequence alone. Other bits than attention. */
+void attention_step(const struct attention *shape, float *out, const float *qkv, int64_t tokens);
 /* dqkv is overwritten. The probabilities are computed again from qkv and lse. */
 void attention_backward(const struct attention *shape, float *dqkv, const float *dout, const float *out,
                         const float *lse, const float *qkv);

@@ -100,13 +100,17 @@ size_t model_workspace(const struct model *m) {
 static moe_status attention_forward(struct model *m, int64_t l, int64_t tokens) {
   struct layer *y = m->layer + l;
   const int64_t dim = m->config.dim;
+  float *qkv = y->qkv + m->position * 3 * dim;
   rmsnorm_rstd(y->rstd1, y->x, tokens, dim);
   rmsnorm_apply(m->norm, y->x, y->rstd1, model_value(m, l, PART_NORM1), tokens, dim);
   spent(m, TIME_OTHER);
-  TRY(dense(m, y->qkv, m->norm, model_value(m, l, PART_QKV), tokens, 3 * dim, dim, TO_OUTPUT));
+  TRY(dense(m, qkv, m->norm, model_value(m, l, PART_QKV), tokens, 3 * dim, dim, TO_OUTPUT));
   spent(m, TIME_DENSE);
-  rope(&m->attention, y->qkv, m->rope, 0);
-  attention(&m->attention, y->mixed, y->lse, y->qkv);
+  rope(&m->attention, qkv, m->rope + m->position * m->attention.width, 0);
+  if (m->position > 0)
+    attention_step(&m->attention, y->mixed, y->qkv, m->position + 1);
+  else
+    attention(&m->attention, y->mixed, y->lse, qkv);
   memcpy(y->x2, y->x, (size_t)(tokens * dim) * sizeof *y->x2);
   spent(m, TIME_ATTENTION);
   TRY(dense(m, y->x2, y->mixed, model_value(m, l, PART_PROJ), tokens, dim, dim, ADD_OUTPUT));
@@ -137,11 +141,13 @@ static moe_status experts_forward(struct model *m, int64_t l, int64_t tokens) {
   return MOE_OK;
 }
 
-moe_status model_forward(struct model *m, const uint8_t *input, int64_t sequences, int64_t length) {
+static moe_status forward(struct model *m, const uint8_t *input, int64_t sequences, int64_t length,
+                          int64_t position) {
   const int64_t tokens = sequences * length, dim = m->config.dim, last = m->config.layers;
   m->mark = omp_get_wtime();
   m->attention.sequences = sequences;
   m->attention.length = length;
+  m->position = position;
   embed(m->layer[0].x, m->value + m->param[0].offset, input, tokens, dim);
   for (int64_t l = 0; l < last; l++) {
     TRY(attention_forward(m, l, tokens));
@@ -153,6 +159,14 @@ moe_status model_forward(struct model *m, const uint8_t *input, int64_t sequence
   TRY(dense(m, m->logits, m->norm, model_value(m, last, PART_HEAD), tokens, MODEL_BYTES, dim, TO_OUTPUT));
   spent(m, TIME_DENSE);
   return MOE_OK;
+}
+
+moe_status model_forward(struct model *m, const uint8_t *input, int64_t sequences, int64_t length) {
+  return forward(m, input, sequences, length, 0);
+}
+
+moe_status model_step(struct model *m, uint8_t byte, int64_t position) {
+  return forward(m, &byte, 1, 1, position);
 }
 
 moe_status model_loss(struct model *m, const uint8_t *input, const uint8_t *target, int64_t sequences,

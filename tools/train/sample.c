@@ -24,11 +24,20 @@ static uint8_t draw(const float *logits, double where) {
 
 moe_status sample_text(struct model *m, uint8_t *text, int64_t have, int64_t more, uint64_t seed) {
   const uint64_t stream = random_at(seed, 0x73616d706c65u);
+  const int64_t sequence = m->config.sequence;
+  int64_t read = sequence; /* bytes that the model has in its context */
   for (int64_t end = have; end < have + more; end++) {
-    const int64_t length = end < m->config.sequence ? end : m->config.sequence;
-    const moe_status status = model_forward(m, text + end - length, 1, length);
+    moe_status status;
+    const float *logits = m->logits;
+    if (read < sequence) {
+      status = model_step(m, text[end - 1], read++);
+    } else {
+      read = end < sequence ? end : sequence / 2;
+      status = model_forward(m, text + end - read, 1, read);
+      logits += (read - 1) * MODEL_BYTES;
+    }
     if (status != MOE_OK) return status;
-    text[end] = draw(m->logits + (length - 1) * MODEL_BYTES, random_uniform(stream, (uint64_t)(end - have)));
+    text[end] = draw(logits, random_uniform(stream, (uint64_t)(end - have)));
   }
   return MOE_OK;
 }
