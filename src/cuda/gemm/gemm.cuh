@@ -3,12 +3,12 @@
  * Grouped product, rows grouped by expert:  D[r,:] = epilogue(A[src(r),:] B[e(r)]^T),  r in row_offset[e] .. row_offset[e+1].
  *
  *            B[e]: N x K        one block = one BM x BN tile of one expert at a time, walked persistently (schedule.cuh)
- *          ┌────┬────┐         warpgroup 0     producer: B by TMA (expert = third coordinate), A by 16-byte cp.async from
- *   A  ┌──┐│    │    │                         the rows that row_slot names; both arrive on full[stage]
+ *          ┌────┬────┐         warpgroup 0     producer: B by TMA (expert = third coordinate), A by TMA, or by 16-byte cp.async
+ *   A  ┌──┐│    │    │                         from the rows that row_slot names; both arrive on full[stage]
  *   BM │  ││ BK │ …  │         warpgroup 1, 2  consumers: 64 rows each, wgmma 64 x BN x 16, then the epilogue
  *      └──┘└────┴────┘
- * Invariants   a tile never spans two experts; rows past the expert's end and columns past K are loaded as zero; rows and
- *              columns outside are never stored. One chain of accumulation over ascending k whatever the batch.
+ * Invariants   a tile never spans two experts; columns past K are loaded as zero; rows and columns outside are never
+ *              stored (rows past the expert's end may be those of a neighbour: they stay in their own accumulators). One chain of accumulation over ascending k whatever the batch.
  * Ordering     a stage is released when the wgmma that read it have retired (one group stays in flight).
  * Layouts      A and B (K contiguous): rows of 64 elements, 128-byte swizzle. B (N contiguous, B_KN): boxes of 64 k x 64 n.
  * Limits       K and N multiples of 8; 16-byte aligned arrays. */
@@ -24,13 +24,14 @@
 enum { BM = 128, BK = 64, CONSUMER_WARPS = 8, STAGING_COLUMNS = 64 + 8 };
 
 template <int BN, int STAGES, int EPILOGUE> struct gemm_shared {
+  static constexpr int line = EPILOGUE == MOE_EPILOGUE_DACT ? 2 * BN + 8 : STAGING_COLUMNS;
   __nv_bfloat16 a[STAGES][BM * BK];
   __nv_bfloat16 b[STAGES][BN * BK];
-  __nv_bfloat16 h[CONSUMER_WARPS][16 * STAGING_COLUMNS];
-  float da[CONSUMER_WARPS][EPILOGUE == MOE_EPILOGUE_DACT ? 16 * 36 : 1];
-  float sum[CONSUMER_WARPS][16];
+  __nv_bfloat16 h[CONSUMER_WARPS][16 * line];
+  float da[EPILOGUE == MOE_EPILOGUE_DACT ? CONSUMER_WARPS * 16 * 40 : 1];
   uint64_t full[STAGES];
   uint64_t empty[STAGES];
+  int warp_total[12]; /* of schedule_prepare */
   int first[1]; /* experts + 1 of them */
 };
 
@@ -55,24 +56,40 @@ __device__ __forceinline__ void load_b(__nv_bfloat16 *b, const gemm_params &p, u
   for (int half = 0; half < p.halves; half++) {
     const int n0 = column * width + p.half_row[half];
     if (!B_KN) {
-      tma_load_3d(b + half * width * BK, &p.map, barrier, k0, n0, expert);
+      tma_load_3d(b + half * width * BK, &p.b_map, barrier, k0, n0, expert);
     } else {
       for (int block = 0; block < width; block += 64)
-        tma_load_3d(b + (half * width + block) * BK, &p.map, barrier, n0 + block, k0, expert);
+        tma_load_3d(b + (half * width + block) * BK, &p.b_map, barrier, n0 + block, k0, expert);
     }
   }
 }
 
-/* Warpgroup 0: thread t loads 16-byte chunk t % 8 of rows t / 8 + 16 j, and thread 0 the weights as well. */
+/* Warpgroup 0 where A lies as it is wanted: one thread, two bulk copies a stage. */
 template <int BN, int STAGES, int EPILOGUE, bool B_KN>
-__device__ __forceinline__ void producer(gemm_shared<BN, STAGES, EPILOGUE> &s, const gemm_params &p, int tiles,
-                                         int column_tiles) {
+__device__ __forceinline__ void producer(gemm_shared<BN, STAGES, EPILOGUE> &s, const gemm_params &p, int tiles) {
+  if (threadIdx.x != 0) return;
+  const int blocks = (p.k + BK - 1) / BK;
+  ring<STAGES> at = {0, 1};
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const tile_place place = schedule_place<BM>(s.first, p.row_offset, p.experts, p.rows, p.column_tiles, tile);
+    for (int block = 0; block < blocks; block++, at.advance()) {
+      mbarrier_wait(&s.empty[at.stage], at.phase);
+      mbarrier_arrive_expect(&s.full[at.stage], (BM + BN) * BK * 2);
+      tma_load_2d(s.a[at.stage], &p.a_map, &s.full[at.stage], block * BK, place.row0);
+      load_b<BN, B_KN>(s.b[at.stage], p, &s.full[at.stage], place.column, block * BK, place.expert);
+    }
+  }
+}
+
+/* Warpgroup 0 where A is gathered: thread t loads 16-byte chunk t % 8 of rows t / 8 + 16 j, and thread 0 the weights as well. */
+template <int BN, int STAGES, int EPILOGUE, bool B_KN>
+__device__ __forceinline__ void gather_producer(gemm_shared<BN, STAGES, EPILOGUE> &s, const gemm_params &p, int tiles) {
   const int thread = threadIdx.x, chunk = thread % 8, line = thread / 8;
   const uint32_t offset = line * 128 + ((chunk ^ (line % 8)) * 16);
   const int blocks = (p.k + BK - 1) / BK;
   ring<STAGES> at = {0, 1};
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const tile_place place = schedule_place<BM>(s.first, p.row_offset, p.experts, p.rows, column_tiles, tile);
+    const tile_place place = schedule_place<BM>(s.first, p.row_offset, p.experts, p.rows, p.column_tiles, tile);
     int source[8]; /* rows of A */
     uint32_t valid = 0;
 #pragma unroll
@@ -80,8 +97,7 @@ __device__ __forceinline__ void producer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
       const int row = place.row0 + line + 16 * j;
       const bool inside = row < place.row1;
       valid |= (uint32_t)inside << j;
-      source[j] = inside ? row : 0;
-      if (p.gather_topk > 0) source[j] = (inside && p.row_slot ? p.row_slot[row] : source[j]) / p.gather_topk;
+      source[j] = inside ? (p.row_slot ? p.row_slot[row] : row) / p.gather_topk : 0;
     }
     for (int block = 0; block < blocks; block++, at.advance()) {
       mbarrier_wait(&s.empty[at.stage], at.phase);
@@ -112,17 +128,20 @@ __device__ __forceinline__ void multiply(float *acc, const __nv_bfloat16 *a, con
 
 /* Warpgroups 1 and 2. */
 template <int BN, int STAGES, int EPILOGUE, bool B_KN>
-__device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, const gemm_params &p, int tiles, int column_tiles) {
+__device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, const gemm_params &p, int tiles) {
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4;
   const int blocks = (p.k + BK - 1) / BK;
   ring<STAGES> at = {0, 0};
   float acc[BN / 2];
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const tile_place place = schedule_place<BM>(s.first, p.row_offset, p.experts, p.rows, column_tiles, tile);
+    const tile_place place = schedule_place<BM>(s.first, p.row_offset, p.experts, p.rows, p.column_tiles, tile);
+    const warp_tile w = {s.h[warp], s.line, s.da + (EPILOGUE == DACT ? warp * 16 * DA_LINE : 0), (int)threadIdx.x % 32,
+                         place.row0 + warp * 16, place.row1};
+    if constexpr (EPILOGUE == DACT) dact_begin<BN>(w, p, place.column);
     int held = 0;
     for (int block = 0; block < blocks; block++, at.advance()) {
       mbarrier_wait(&s.full[at.stage], at.phase);
-      fence_async_shared(); /* A was written by ordinary (cp.async) accesses */
+      fence_async_shared(); /* a gathered operand was written by ordinary (cp.async) accesses */
       wgmma_fence();
       multiply<BN, B_KN>(acc, s.a[at.stage] + group * 64 * BK, s.b[at.stage], block > 0);
       wgmma_commit();
@@ -132,7 +151,6 @@ __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
     }
     wgmma_wait<0>();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
-    const warp_tile w = {s.h[warp], s.da[warp], s.sum[warp], (int)threadIdx.x % 32, place.row0 + warp * 16, place.row1};
     epilogue<BN, EPILOGUE>(acc, w, p, place);
   }
 }
@@ -140,24 +158,28 @@ __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
 template <int BN, int STAGES, int EPILOGUE, bool B_KN>
 __global__ void __launch_bounds__(384, 1)
     gemm_kernel(const __grid_constant__ gemm_params p) {
-  extern __shared__ uint8_t raw[];
-  auto &s = *reinterpret_cast<gemm_shared<BN, STAGES, EPILOGUE> *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto &s = *reinterpret_cast<gemm_shared<BN, STAGES, EPILOGUE> *>(raw);
   if (threadIdx.x == 0) {
-    tma_prefetch(&p.map);
+    if (smem_address(raw) % 1024 != 0) __trap(); /* the swizzle counts from there */
+    tma_prefetch(&p.b_map);
+    if (p.gather_topk == 0) tma_prefetch(&p.a_map);
     for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(&s.full[i], 128 + 1);
+      mbarrier_init(&s.full[i], p.gather_topk > 0 ? 128 + 1 : 1);
       mbarrier_init(&s.empty[i], CONSUMER_WARPS);
     }
     fence_barrier_init();
   }
-  schedule_prepare<BM>(s.first, p.row_offset, p.experts, p.rows);
-  const int column_tiles = p.column_tiles;
-  const int tiles = s.first[p.experts] * column_tiles;
+  schedule_prepare<BM>(s.first, s.warp_total, p.row_offset, p.experts, p.rows);
+  const int tiles = s.first[p.experts] * p.column_tiles;
   if (threadIdx.x < 128) {
     registers_shrink<72>();
-    producer<BN, STAGES, EPILOGUE, B_KN>(s, p, tiles, column_tiles);
+    if (p.gather_topk > 0)
+      gather_producer<BN, STAGES, EPILOGUE, B_KN>(s, p, tiles);
+    else
+      producer<BN, STAGES, EPILOGUE, B_KN>(s, p, tiles);
   } else {
     registers_grow<216>();
-    consumer<BN, STAGES, EPILOGUE, B_KN>(s, p, tiles, column_tiles);
+    consumer<BN, STAGES, EPILOGUE, B_KN>(s, p, tiles);
   }
 }

@@ -9,7 +9,8 @@
 #include "moeblas_ops.h"
 
 struct gemm_params {
-  CUtensorMap map; /* of the weights, the expert as third coordinate */
+  CUtensorMap b_map; /* of the weights, the expert as third coordinate */
+  CUtensorMap a_map; /* of A, used where its rows are not gathered */
   const int32_t *row_offset; /* NULL: one expert with all rows */
   const int32_t *row_slot;   /* NULL: slot(r) = r */
   const __nv_bfloat16 *a;

@@ -10,6 +10,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void *src, bool 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
 }
 
+/* Closes the group of cp.async issued so far (9.7.8.22.4), and waits until at most PENDING groups are in flight (…22.5). */
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 /* Orders this thread's ordinary shared-memory accesses with those of the async proxy (wgmma, bulk copies) (9.7.12.4). */
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

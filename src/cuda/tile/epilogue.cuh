@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What happens to a warp's 16 x BN accumulators: 64 columns a step, through shared memory of the warp's own, so that device
- * memory sees whole 32-byte sectors of rows and the activation runs in a plain loop, on any activation, without registers
- * of the product being indexed. Lines of 72 (36) elements keep both sides free of bank conflicts.
+ * What happens to a warp's 16 x BN accumulators. They pass through shared memory of the warp's own, 64 columns (DACT: 32) a
+ * step, so that device memory sees whole 16-byte pieces of rows and the activation runs in a plain loop, on any activation,
+ * without registers of the product being indexed. Lane l then has line l/2 and every other 4 columns: sums over a line stay
+ * in a register, and no two lanes meet in a bank.
  *
  * Accumulator 4 J + 2 i + c of lane l is row l/4 + 8 i, column 8 J + 2 (l%4) + c of the warp's rows.
- * Staged h of a step: 64 columns as they come, except that a gated pair in halves is staged as 32 gate | 32 up. Element f of
- * a step is then at f * stride and its up element `up` further on: (1, 32) for halves and for runs of 32, (2, 1) for pairs. */
+ * h in staging: columns as they come, or, for a gated pair in halves, first the gate run and then the up run. */
 #pragma once
 
 #include "../../act.h"
@@ -16,50 +16,54 @@ enum { STORE = MOE_EPILOGUE_STORE, ACT = MOE_EPILOGUE_ACT, DACT = MOE_EPILOGUE_D
 typedef __nv_bfloat16 bf16;
 typedef __nv_bfloat162 bf16x2;
 
+enum { DA_LINE = 40 }; /* floats of a staged line of 32 */
+
 struct warp_tile {
-  bf16 *h;     /* [16, STAGING_COLUMNS] */
-  float *da;   /* [16, 36], DACT */
-  float *sum;  /* [16], DACT */
+  bf16 *h;        /* [16, line] */
+  int line;       /* elements: STAGING_COLUMNS, or 2 BN + 8 for DACT, so that lines are 4 banks apart */
+  float *da;      /* [16, DA_LINE], DACT */
   int lane;
   int row0, row1; /* of the matrix: first row of the warp, end of the tile's rows */
 };
 
-/* Columns of h of elements f0 .. of a step: one or two runs. */
+/* Columns of h that hold some elements: one or two runs. The second is staged `second` columns after the first. */
 struct h_runs {
   int64_t width;    /* of h */
   int64_t begin[2]; /* first column */
-  int count[2];     /* columns, 0 .. 64 */
+  int count[2];     /* columns */
+  int second;
 };
 
 __device__ __forceinline__ h_runs runs_of(const gemm_params &p, int64_t f0, int elements) {
   const int left = (int)min((int64_t)elements, p.inter - f0);
-  if (!p.act.gated) return {p.inter, {f0, 0}, {left, 0}};
-  if (p.act.layout == MOE_LAYOUT_INTERLEAVED) return {2 * (int64_t)p.inter, {2 * f0, 0}, {2 * left, 0}};
+  if (!p.act.gated) return {p.inter, {f0, 0}, {left, 0}, 0};
+  if (p.act.layout == MOE_LAYOUT_INTERLEAVED) return {2 * (int64_t)p.inter, {2 * f0, 0}, {2 * left, 0}, 0};
   const int64_t gate = p.up_distance > 0 ? 0 : p.inter;
-  return {2 * (int64_t)p.inter, {gate + f0, gate + p.up_distance + f0}, {left, left}};
+  return {2 * (int64_t)p.inter, {gate + f0, gate + p.up_distance + f0}, {left, left}, elements};
 }
 
-/* Second run is staged from column 32 on. 16-byte pieces; every count is a multiple of 8 because F is. */
-__device__ __forceinline__ void rows_out(const warp_tile &w, bf16 *dst, const h_runs &r) {
-  for (int run = 0; run < 2; run++) {
-    const int pieces = r.count[run] / 8;
-    for (int piece = w.lane; piece < 128; piece += 32) {
-      const int line = piece / 8, at = piece % 8;
-      if (at < pieces && w.row0 + line < w.row1)
-        *reinterpret_cast<int4 *>(dst + (w.row0 + line) * r.width + r.begin[run] + at * 8) =
-            *reinterpret_cast<const int4 *>(w.h + line * STAGING_COLUMNS + run * 32 + at * 8);
-    }
+/* 16-byte pieces; every count is a multiple of 8 because F is. MOST: pieces of a line that there can be. */
+template <int MOST> __device__ __forceinline__ void rows_out(const warp_tile &w, bf16 *dst, const h_runs &r) {
+#pragma unroll 2
+  for (int piece = w.lane; piece < 16 * MOST; piece += 32) {
+    const int line = piece / MOST, at = piece % MOST * 8;
+    if (w.row0 + line >= w.row1) return;
+#pragma unroll
+    for (int run = 0; run < 2; run++)
+      if (at < r.count[run])
+        *reinterpret_cast<int4 *>(dst + (w.row0 + line) * r.width + r.begin[run] + at) =
+            *reinterpret_cast<const int4 *>(w.h + line * w.line + run * r.second + at);
   }
 }
-__device__ __forceinline__ void rows_in(const warp_tile &w, const bf16 *src, const h_runs &r) {
-  for (int run = 0; run < 2; run++) {
-    const int pieces = r.count[run] / 8;
-    for (int piece = w.lane; piece < 128; piece += 32) {
-      const int line = piece / 8, at = piece % 8;
-      if (at < pieces && w.row0 + line < w.row1)
-        *reinterpret_cast<int4 *>(w.h + line * STAGING_COLUMNS + run * 32 + at * 8) =
-            *reinterpret_cast<const int4 *>(src + (w.row0 + line) * r.width + r.begin[run] + at * 8);
-    }
+template <int MOST> __device__ __forceinline__ void rows_in(const warp_tile &w, const bf16 *src, const h_runs &r) {
+  for (int piece = w.lane; piece < 16 * MOST; piece += 32) {
+    const int line = piece / MOST, at = piece % MOST * 8;
+    if (w.row0 + line >= w.row1) return;
+#pragma unroll
+    for (int run = 0; run < 2; run++)
+      if (at < r.count[run])
+        cp_async_16(smem_address(w.h + line * w.line + run * r.second + at),
+                    src + (w.row0 + line) * r.width + r.begin[run] + at, true);
   }
 }
 
@@ -83,82 +87,151 @@ __device__ __forceinline__ void stage_h(const float *acc, const warp_tile &w, in
     const float2 b = bias_at(bias, n0 + inside, n);
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      *reinterpret_cast<bf16x2 *>(w.h + (w.lane / 4 + 8 * i) * STAGING_COLUMNS + to + inside) =
-          __floats2bfloat162_rn(weight[i] * acc[4 * jj + 2 * i] + b.x,
-                                weight[i] * acc[4 * jj + 2 * i + 1] + b.y);
+      *reinterpret_cast<bf16x2 *>(w.h + (w.lane / 4 + 8 * i) * w.line + to + inside) = __floats2bfloat162_rn(
+          weight[i] * acc[4 * jj + 2 * i] + b.x, weight[i] * acc[4 * jj + 2 * i + 1] + b.y);
   }
 }
 
-/* ---- the activation on staged rows: two elements a lane, so that a warp writes 64 or 128 bytes of a row at once */
+/* ---- the activation on staged lines, four elements at a time */
 
-template <int KIND>
-__device__ __forceinline__ void act_rows(const warp_tile &w, const gemm_params &p, int64_t f0, int elements) {
-  const bool pairs = p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED && p.act.interleave == 1;
-  const int stride = pairs ? 2 : 1, up = pairs ? 1 : 32, half = elements / 2;
-#pragma unroll 4
-  for (int it = 0; it < half / 2; it++) {
-    const int at = it * 32 + w.lane, line = at / half, f = at % half * 2;
-    const bf16 *h = w.h + line * STAGING_COLUMNS + f * stride;
-    float a[2];
+__device__ __forceinline__ void unpack(uint2 v, float *f) {
+  const float2 low = __bfloat1622float2(*reinterpret_cast<bf16x2 *>(&v.x));
+  const float2 high = __bfloat1622float2(*reinterpret_cast<bf16x2 *>(&v.y));
+  f[0] = low.x, f[1] = low.y, f[2] = high.x, f[3] = high.y;
+}
+__device__ __forceinline__ uint2 pack(const float *f) {
+  const bf16x2 low = __floats2bfloat162_rn(f[0], f[1]), high = __floats2bfloat162_rn(f[2], f[3]);
+  return make_uint2(*reinterpret_cast<const uint32_t *>(&low), *reinterpret_cast<const uint32_t *>(&high));
+}
+
+__device__ __forceinline__ bool in_pairs(const gemm_params &p) {
+  return p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED && p.act.interleave == 1;
+}
+
+/* Gate and up of 4 elements: at `gate`, and `up` further on or (pairs) alternating. */
+__device__ __forceinline__ void load_h(const bf16 *gate, int up, bool pairs, bool gated, float *g, float *u) {
+  if (pairs) {
+    float both[8];
+    unpack(*reinterpret_cast<const uint2 *>(gate), both);
+    unpack(*reinterpret_cast<const uint2 *>(gate + 4), both + 4);
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const float g = __bfloat162float(h[c * stride]);
-      a[c] = moe_act_f(KIND, g > p.act.gate_max ? p.act.gate_max : g, p.act.alpha, p.act.beta);
-      if (p.act.gated) a[c] *= moe_act_up(&p.act, __bfloat162float(h[c * stride + up]));
-    }
-    if (w.row0 + line < w.row1 && f0 + f < p.inter)
-      *reinterpret_cast<bf16x2 *>(static_cast<bf16 *>(p.d) + (int64_t)(w.row0 + line) * p.inter + f0 + f) =
-          __floats2bfloat162_rn(a[0], a[1]);
+    for (int c = 0; c < 4; c++) g[c] = both[2 * c], u[c] = both[2 * c + 1];
+    return;
   }
+  unpack(*reinterpret_cast<const uint2 *>(gate), g);
+  if (gated) unpack(*reinterpret_cast<const uint2 *>(gate + up), u);
+}
+__device__ __forceinline__ void store_h(bf16 *gate, int up, bool pairs, bool gated, const float *g, const float *u) {
+  if (pairs) {
+    const float both[8] = {g[0], u[0], g[1], u[1], g[2], u[2], g[3], u[3]};
+    *reinterpret_cast<uint2 *>(gate) = pack(both);
+    *reinterpret_cast<uint2 *>(gate + 4) = pack(both + 4);
+    return;
+  }
+  *reinterpret_cast<uint2 *>(gate) = pack(g);
+  if (gated) *reinterpret_cast<uint2 *>(gate + up) = pack(u);
 }
 
-/* Reads staged h and da, writes dh over h, weight * a to p.d, and adds <da, a> to the sum of each line. 32 elements. */
-template <int KIND> __device__ __forceinline__ void dact_rows(const warp_tile &w, const gemm_params &p, int64_t f0) {
-  const bool pairs = p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED && p.act.interleave == 1;
-  const int stride = pairs ? 2 : 1, up = pairs ? 1 : 32;
+/* v(u') + offset and its slope. Selections rather than branches, so that elements overlap in the pipelines. */
+template <bool TANH> __device__ __forceinline__ float up_value(const gemm_params &p, float u) {
+  float v = u < p.act.up_min ? p.act.up_min : u;
+  v = v > p.act.up_max ? p.act.up_max : v;
+  if (TANH) v = p.act.up_beta * act_tanh(v / p.act.up_beta);
+  return v + p.act.up_offset;
+}
+template <bool TANH> __device__ __forceinline__ float up_slope(const gemm_params &p, float u) {
+  float slope = 1.0f;
+  if (TANH) {
+    const float t = act_tanh(u / p.act.up_beta);
+    slope = 1.0f - t * t;
+  }
+  return u < p.act.up_min || u > p.act.up_max ? 0.0f : slope;
+}
+
+/* a over the gate elements it came from. */
+template <int KIND, bool TANH>
+__device__ __forceinline__ void act_rows(const warp_tile &w, const gemm_params &p, int elements) {
+  const bool pairs = in_pairs(p), gated = p.act.gated;
+  const float max = p.act.gate_max, alpha = p.act.alpha, beta = p.act.beta;
+  bf16 *line = w.h + w.lane / 2 * w.line;
 #pragma unroll 2
-  for (int it = 0; it < 8; it++) {
-    const int line = it * 2 + w.lane / 16, f = w.lane % 16 * 2;
-    const bool inside = w.row0 + line < w.row1 && f0 + f < p.inter;
-    bf16 *h = w.h + line * STAGING_COLUMNS + f * stride;
-    const float weight = row_weight(p, w.row0 + line, w.row1);
-    float wa[2], sum = 0;
+  for (int column = w.lane % 2 * 4; column < elements; column += 8) {
+    float g[4], u[4];
+    bf16 *at = line + (pairs ? 2 * column : column);
+    load_h(at, 32, pairs, gated, g, u);
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const float g = __bfloat162float(h[c * stride]), da = w.da[line * 36 + f + c];
-      const float u = p.act.gated ? __bfloat162float(h[c * stride + up]) : 0;
-      const float fg = moe_act_f(KIND, g > p.act.gate_max ? p.act.gate_max : g, p.act.alpha, p.act.beta);
-      const float dg = g > p.act.gate_max ? 0 : moe_act_df(KIND, g, p.act.alpha, p.act.beta);
-      const float v = p.act.gated ? moe_act_up(&p.act, u) : 1.0f, a = fg * v;
-      if (inside) sum += da * a;
-      wa[c] = weight * a;
-      h[c * stride] = __float2bfloat16_rn(weight * da * dg * v);
-      if (p.act.gated) h[c * stride + up] = __float2bfloat16_rn(weight * da * fg * moe_act_dup(&p.act, u));
+    for (int c = 0; c < 4; c++) g[c] = moe_act_f(KIND, g[c] > max ? max : g[c], alpha, beta);
+    if (gated) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) g[c] *= up_value<TANH>(p, u[c]);
     }
-    if (inside && p.d != nullptr)
-      *reinterpret_cast<bf16x2 *>(static_cast<bf16 *>(p.d) + (int64_t)(w.row0 + line) * p.inter + f0 + f) =
-          __floats2bfloat162_rn(wa[0], wa[1]);
-#pragma unroll
-    for (int d = 8; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-    if (w.lane % 16 == 0) w.sum[line] += sum;
+    *reinterpret_cast<uint2 *>(at) = pack(g);
   }
 }
 
-/* The switch stands outside the loops, one expansion a row of moeblas_act.def. */
-__device__ __forceinline__ void act_switch(const warp_tile &w, const gemm_params &p, int64_t f0, int elements) {
+/* h of 32 elements from `gate` on becomes dh, da becomes weight * a; returns the line's sum of da * a. */
+template <int KIND, bool TANH>
+__device__ __forceinline__ float dact_rows(const warp_tile &w, const gemm_params &p, int gate, int up, int left,
+                                           float weight) {
+  const bool pairs = in_pairs(p), gated = p.act.gated;
+  const float max = p.act.gate_max, alpha = p.act.alpha, beta = p.act.beta;
+  float sum = 0;
+#pragma unroll 2
+  for (int column = w.lane % 2 * 4; column < left; column += 8) {
+    float g[4], u[4] = {0, 0, 0, 0}, a[4];
+    bf16 *at = w.h + w.lane / 2 * w.line + gate + (pairs ? 2 * column : column);
+    float4 *da4 = reinterpret_cast<float4 *>(w.da + w.lane / 2 * DA_LINE + column);
+    const float4 loaded = *da4;
+    const float da[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    load_h(at, up, pairs, gated, g, u);
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const float f = moe_act_f(KIND, g[c] > max ? max : g[c], alpha, beta), inner = moe_act_df(KIND, g[c], alpha, beta);
+      const float df = g[c] > max ? 0.0f : inner;
+      const float v = gated ? up_value<TANH>(p, u[c]) : 1.0f, scaled = weight * da[c];
+      a[c] = f * v;
+      sum += da[c] * a[c];
+      a[c] *= weight;
+      g[c] = scaled * df * v;
+      u[c] = scaled * f * up_slope<TANH>(p, u[c]);
+    }
+    store_h(at, up, pairs, gated, g, u);
+    *reinterpret_cast<uint2 *>(da4) = pack(a);
+  }
+  return sum;
+}
+
+/* The switches stand outside the loops, one expansion a row of moeblas_act.def. */
+template <bool TANH> __device__ __forceinline__ void act_switch(const warp_tile &w, const gemm_params &p, int elements) {
   switch ((int)p.act.kind) {
 #define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df) \
-  case value: act_rows<value>(w, p, f0, elements); break;
+  case value: act_rows<value, TANH>(w, p, elements); break;
 #include "moeblas_act.def"
 #undef MOE_ACT
   }
 }
-__device__ __forceinline__ void dact_switch(const warp_tile &w, const gemm_params &p, int64_t f0) {
+template <bool TANH>
+__device__ __forceinline__ float dact_switch(const warp_tile &w, const gemm_params &p, int gate, int up, int left,
+                                             float weight) {
   switch ((int)p.act.kind) {
 #define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df) \
-  case value: dact_rows<value>(w, p, f0); break;
+  case value: return dact_rows<value, TANH>(w, p, gate, up, left, weight);
 #include "moeblas_act.def"
 #undef MOE_ACT
+  }
+  return 0;
+}
+
+/* [16, elements] from groups of 4 that lie `stride` elements apart in lines of `line`, to columns f0 .. of d [., F]. */
+__device__ __forceinline__ void groups_out(const warp_tile &w, const bf16 *src, int line, int stride, int elements,
+                                           bf16 *d, int64_t width, int64_t f0) {
+  const int pieces = elements / 8;
+  for (int piece = w.lane; piece < 16 * pieces; piece += 32) {
+    const int row = piece / pieces, at = piece % pieces;
+    if (w.row0 + row >= w.row1 || f0 + at * 8 >= width) continue;
+    const uint2 low = *reinterpret_cast<const uint2 *>(src + row * line + 2 * at * stride);
+    const uint2 high = *reinterpret_cast<const uint2 *>(src + row * line + (2 * at + 1) * stride);
+    *reinterpret_cast<uint4 *>(d + (w.row0 + row) * width + f0 + at * 8) = make_uint4(low.x, low.y, high.x, high.y);
   }
 }
 
@@ -215,21 +288,21 @@ __device__ __forceinline__ void store_steps(const float *acc, const warp_tile &w
     float weight[2] = {row_weights[0], row_weights[1]};
     HERE_AND_NOW(weight);
     switch (step) {
-#define CASE(STEP)                                                     \
-  case STEP:                                                           \
-    if constexpr (STEP < BN / 64) {                                    \
-      if (direct)                                                      \
-        store_direct(acc + STEP * 32, w, out, n0, weight, bias);       \
-      else                                                             \
-        stage_h<8>(acc + STEP * 32, w, 0, weight, bias, n0, out.n);    \
-    }                                                                  \
+#define CASE(STEP)                                                  \
+  case STEP:                                                        \
+    if constexpr (STEP < BN / 64) {                                 \
+      if (direct)                                                   \
+        store_direct(acc + STEP * 32, w, out, n0, weight, bias);    \
+      else                                                          \
+        stage_h<8>(acc + STEP * 32, w, 0, weight, bias, n0, out.n); \
+    }                                                               \
     break;
       EACH_STEP(CASE)
 #undef CASE
     }
     if (direct) continue;
     __syncwarp();
-    rows_out(w, static_cast<bf16 *>(out.d), {out.n, {n0, 0}, {(int)min((int64_t)64, out.n - n0), 0}});
+    rows_out<8>(w, static_cast<bf16 *>(out.d), {out.n, {n0, 0}, {(int)min((int64_t)64, out.n - n0), 0}, 0});
     __syncwarp();
   }
 }
@@ -248,72 +321,99 @@ __device__ __forceinline__ void act_steps(const float *acc, const warp_tile &w, 
     float weight[2] = {row_weights[0], row_weights[1]};
     HERE_AND_NOW(weight);
     switch (step) {
-#define CASE(STEP)                                                                                                  \
-  case STEP:                                                                                                        \
-    if constexpr (STEP < BN / 64) {                                                                                 \
-      if (p.halves == 2) {                                                                                          \
-        stage_h<4>(acc + STEP * 16, w, 0, weight, bias, runs.begin[0], end);                                        \
-        stage_h<4>(acc + BN / 4 + STEP * 16, w, 32, weight, bias, runs.begin[1], up_end);                           \
-      } else {                                                                                                      \
-        stage_h<8>(acc + STEP * 32, w, 0, weight, bias, runs.begin[0], end);                                        \
-      }                                                                                                             \
-    }                                                                                                               \
+#define CASE(STEP)                                                                        \
+  case STEP:                                                                              \
+    if constexpr (STEP < BN / 64) {                                                       \
+      if (p.halves == 2) {                                                                \
+        stage_h<4>(acc + STEP * 16, w, 0, weight, bias, runs.begin[0], end);              \
+        stage_h<4>(acc + BN / 4 + STEP * 16, w, 32, weight, bias, runs.begin[1], up_end); \
+      } else {                                                                            \
+        stage_h<8>(acc + STEP * 32, w, 0, weight, bias, runs.begin[0], end);              \
+      }                                                                                   \
+    }                                                                                     \
     break;
       EACH_STEP(CASE)
 #undef CASE
     }
     __syncwarp();
-    if (p.h != nullptr) rows_out(w, p.h, runs);
-    act_switch(w, p, f0, elements);
+    if (p.h != nullptr) rows_out<8>(w, p.h, runs);
+    __syncwarp();
+    if (p.act.up_beta > 0)
+      act_switch<true>(w, p, elements);
+    else
+      act_switch<false>(w, p, elements);
+    __syncwarp();
+    groups_out(w, w.h, w.line, in_pairs(p) ? 8 : 4, elements, static_cast<bf16 *>(p.d), p.inter, f0);
     __syncwarp();
   }
 }
 
-/* 32 elements of a step; their h comes in, and dh goes out over it. */
+/* All of h of the tile's elements, asked for before the product. */
+template <int BN> __device__ __forceinline__ void dact_begin(const warp_tile &w, const gemm_params &p, int column) {
+  const int64_t f0 = (int64_t)column * BN;
+  if (p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED)
+    rows_in<BN / 4>(w, p.h, runs_of(p, f0, BN));
+  else
+    rows_in<BN / 8>(w, p.h, runs_of(p, f0, BN));
+}
+
+/* 32 elements a step. */
 template <int BN>
 __device__ __forceinline__ void dact_steps(const float *acc, const warp_tile &w, const gemm_params &p, int column) {
+  const bool interleaved = p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED;
+  const float weight = row_weight(p, w.row0 + w.lane / 2, w.row1);
+  float sum = 0;
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncwarp();
 #pragma unroll 1
   for (int step = 0; step < BN / 32; step++) {
     const int64_t f0 = (int64_t)column * BN + step * 32;
-    if (f0 >= p.inter) return;
-    const h_runs runs = runs_of(p, f0, 32);
-    rows_in(w, p.h, runs);
-    float *da = w.da + w.lane / 4 * 36 + 2 * (w.lane % 4);
+    if (f0 >= p.inter) break;
+    float *da = w.da + w.lane / 4 * DA_LINE + 2 * (w.lane % 4);
     switch (step) {
-#define CASE(STEP)                                                                                                  \
-  case STEP:                                                                                                        \
-    if constexpr (STEP < BN / 32)                                                                                   \
-      for (int i = 0; i < 8; i++) /* unrolled: the index is made of constants */                                    \
-        *reinterpret_cast<float2 *>(da + i % 2 * 8 * 36 + i / 2 * 8) =                                              \
-            make_float2(acc[STEP * 16 + 2 * i], acc[STEP * 16 + 2 * i + 1]);                                        \
+#define CASE(STEP)                                                               \
+  case STEP:                                                                     \
+    if constexpr (STEP < BN / 32)                                                \
+      for (int i = 0; i < 8; i++) /* unrolled: the index is made of constants */ \
+        *reinterpret_cast<float2 *>(da + i % 2 * 8 * DA_LINE + i / 2 * 8) =      \
+            make_float2(acc[STEP * 16 + 2 * i], acc[STEP * 16 + 2 * i + 1]);     \
     break;
       EACH_STEP(CASE)
 #undef CASE
     }
     __syncwarp();
-    dact_switch(w, p, f0);
+    const int gate = interleaved ? 64 * step : 32 * step, up = interleaved ? 32 : BN;
+    const int left = (int)min((int64_t)32, p.inter - f0);
+    sum += p.act.up_beta > 0 ? dact_switch<true>(w, p, gate, up, left, weight)
+                             : dact_switch<false>(w, p, gate, up, left, weight);
     __syncwarp();
-    rows_out(w, p.dh, runs);
+    if (p.d != nullptr)
+      groups_out(w, reinterpret_cast<const bf16 *>(w.da), 2 * DA_LINE, 8, 32, static_cast<bf16 *>(p.d), p.inter, f0);
     __syncwarp();
   }
+  if (interleaved)
+    rows_out<BN / 4>(w, p.dh, runs_of(p, (int64_t)column * BN, BN));
+  else
+    rows_out<BN / 8>(w, p.dh, runs_of(p, (int64_t)column * BN, BN));
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  if (p.partial != nullptr && w.lane % 2 == 0 && w.row0 + w.lane / 2 < w.row1)
+    p.partial[(int64_t)(w.row0 + w.lane / 2) * p.column_tiles + column] = sum;
+  __syncwarp();
 }
 
 template <int BN, int EPILOGUE>
 __device__ __forceinline__ void epilogue(const float *acc, const warp_tile &w, const gemm_params &p,
                                          const tile_place &place) {
-  const int row = w.row0 + w.lane / 4;
-  if (EPILOGUE == DACT) {
-    if (w.lane < 16) w.sum[w.lane] = 0;
-    __syncwarp();
+  if constexpr (EPILOGUE == DACT) {
     dact_steps<BN>(acc, w, p, place.column);
-    if (p.partial != nullptr && w.lane < 16 && w.row0 + w.lane < w.row1)
-      p.partial[(int64_t)(w.row0 + w.lane) * p.column_tiles + place.column] = w.sum[w.lane];
-    return;
+  } else {
+    const int row = w.row0 + w.lane / 4;
+    const float weight[2] = {row_weight(p, row, w.row1), row_weight(p, row + 8, w.row1)};
+    const bf16 *bias = p.bias ? p.bias + (int64_t)place.expert * p.n : nullptr;
+    if constexpr (EPILOGUE == ACT)
+      act_steps<BN>(acc, w, p, place.column, bias, weight);
+    else
+      store_steps<BN>(acc, w, {p.d, p.n, p.d_fp32 != 0, p.accumulate != 0}, place.column, bias, weight);
   }
-  const float weight[2] = {row_weight(p, row, w.row1), row_weight(p, row + 8, w.row1)};
-  const bf16 *bias = p.bias ? p.bias + (int64_t)place.expert * p.n : nullptr;
-  if (EPILOGUE == ACT)
-    act_steps<BN>(acc, w, p, place.column, bias, weight);
-  else
-    store_steps<BN>(acc, w, {p.d, p.n, p.d_fp32 != 0, p.accumulate != 0}, place.column, bias, weight);
 }

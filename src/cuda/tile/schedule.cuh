@@ -18,9 +18,9 @@ __device__ __forceinline__ int clamped_offset(const int *row_offset, int e, int 
   return max(0, min(row_offset[e], rows));
 }
 
-/* first[e] = row tiles of experts before e, for e = 0 .. experts. All threads of the block; ends with a barrier. */
-template <int BM> __device__ void schedule_prepare(int *first, const int *row_offset, int experts, int rows) {
-  __shared__ int warp_total[32];
+/* first[e] = row tiles of experts before e, for e = 0 .. experts; warp_total is scratch, one number a warp. All threads of the
+ * block; ends with a barrier. */
+template <int BM> __device__ void schedule_prepare(int *first, int *warp_total, const int *row_offset, int experts, int rows) {
   const int threads = blockDim.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int chunk = (experts + threads - 1) / threads;
   const int begin = min(thread * chunk, experts), end = min(begin + chunk, experts);
