@@ -2,8 +2,8 @@
  *
  * Each op of the layer alone, with the sizes, the data and the row map that the layer has: where its time goes. The routed
  * experts and the router only; the shared expert and the latent projections are the same ops once more. */
+#include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "bench.h"
 #include "moeblas_ops.h"
@@ -104,9 +104,10 @@ static int time_sort(struct ops *o) {
   const moe_config *c = o->c;
   const void *mask = run_data(o->run, T_MASK);
   if (c->entry == MOE_ENTRY_ROWS) return CLI_GO_ON;
+  const int64_t capacity = (int64_t)ceil((double)o->rows / (double)c->experts * (double)c->capacity_factor);
   TIME(o, "fwd", "sort", sort, 0, 12.0 * (double)o->rows, .tokens = o->p->tokens, .experts = c->experts,
-       .topk = c->topk, .ids = o->ids, .padding_mask = mask, .weights = o->weights,
-       .row_offset = o->row_offset, .row_slot = o->row_slot, .slot_row = o->slot_row);
+       .topk = c->topk, .ids = o->ids, .padding_mask = mask, .weights = o->weights, .capacity = capacity,
+       .drop = c->drop, .row_offset = o->row_offset, .row_slot = o->row_slot, .slot_row = o->slot_row);
   return CLI_GO_ON;
 }
 

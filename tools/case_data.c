@@ -170,7 +170,7 @@ static void skew_router(struct sample *s, const double *log_share) {
   for (int64_t i = 0; s->data[T_LOGITS] && i < tokens * experts; i++)
     element_store(s->data[T_LOGITS], logits->element, i,
                   element_load(s->data[T_LOGITS], logits->element, i) + log_share[i % experts]);
-  if (s->data[T_ROUTER_WEIGHT] == NULL) return;
+  if (s->data[T_ROUTER_WEIGHT] == NULL || hidden == 1) return; /* one column would make all tokens the same */
   for (int64_t t = 0; t < tokens; t++) element_store(s->data[T_X], s->shape[T_X].element, t * hidden, 1);
   for (int64_t e = 0; e < experts; e++)
     element_store(s->data[T_ROUTER_WEIGHT], s->shape[T_ROUTER_WEIGHT].element, e * hidden, log_share[e]);

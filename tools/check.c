@@ -163,6 +163,17 @@ static void check_problem(struct job *job, const struct sample *sample, struct v
   moe_plan_destroy(plan);
 }
 
+/* The command that fails again, the kernels that were chosen by hand included. */
+static void print_repeat(const struct job *job, const char *text) {
+  const char *isa = getenv("MOE_CPU_ISA");
+  printf("     repeat: %s%s%smoeblas check --backend %s --threads %lld%s '%s'\n", isa ? "MOE_CPU_ISA=" : "",
+         isa ? isa : "", isa ? " " : "", job->backend_name, (long long)job->threads,
+         job->mutate    ? " --mutate"
+         : job->bitwise ? " --bitwise"
+                        : "",
+         text);
+}
+
 static void print_verdict(struct job *job, const char *text, const struct verdict *v) {
   const char *word = v->refused ? "REFUSED" : v->failed ? "FAIL" : "PASS";
   const char *colour = v->failed || v->refused ? cli_red(stdout) : cli_green(stdout);
@@ -186,9 +197,7 @@ static void print_verdict(struct job *job, const char *text, const struct verdic
   }
   printf("%s%s%s %s%s\n", colour, word, cli_reset(stdout), text, numbers);
   if (v->text[0]) printf("     %s\n", v->text);
-  if (v->failed)
-    printf("     repeat: moeblas check --backend %s --threads %lld%s '%s'\n", job->backend_name,
-           (long long)job->threads, job->bitwise ? " --bitwise" : "", text);
+  if (v->failed) print_repeat(job, text);
   fflush(stdout);
 }
 
@@ -209,7 +218,7 @@ static int take_mutations(struct job *job, const char *text, const struct sample
   printf("%s%s%s %s: %d mutations noticed\n", count.failed ? cli_red(stdout) : cli_green(stdout),
          count.failed ? "FAIL" : "PASS", cli_reset(stdout), text, count.passed);
   for (int i = 0; i < count.failed; i++) printf("     unnoticed: %s\n", count.unnoticed[i]);
-  if (count.failed) printf("     repeat: moeblas check --mutate '%s'\n", text);
+  if (count.failed) print_repeat(job, text);
   fflush(stdout);
   return CLI_GO_ON;
 }

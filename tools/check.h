@@ -27,8 +27,9 @@ struct verdict {
 /* How far a result may be from the reference, see docs/numerics.md. */
 struct check_limit {
   moe_dtype dtype;
-  double row;    /* of a row, relative: against ideal for fp32, else against staged */
-  double factor; /* whole tensor, not for fp32: error to ideal <= factor * (staged to ideal) + rest */
+  double row; /* of a row, relative: against ideal for fp32, else against staged */
+  double
+      factor; /* whole tensor, not for fp32: error to ideal <= factor * (staged to ideal) + rest + row / (4 sqrt(rows)) */
   double rest;
 };
 const struct check_limit *check_limit_of(moe_dtype dtype);

@@ -2,6 +2,8 @@
  *
  * moeblas info: what this build and this machine can do, and the presets. */
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "cli.h"
 #include "commands.h"
@@ -58,6 +60,40 @@ static void info_backend(struct json *json, moe_backend backend) {
   moe_context_destroy(ctx);
 }
 
+/* What Linux says after "key :" for the first processor, a blank behind; "" where it says nothing. */
+static void processor_line(const char *key, char *value, size_t bytes) {
+  FILE *file = fopen("/proc/cpuinfo", "r");
+  char line[8192];
+  value[0] = '\0';
+  while (file && fgets(line, sizeof line, file)) {
+    const char *colon = strchr(line, ':');
+    if (colon == NULL || strncmp(line, key, strlen(key))) continue;
+    snprintf(value, bytes, "%s ", colon + 1 + strspn(colon + 1, " "));
+    value[strcspn(value, "\n")] = ' ';
+    break;
+  }
+  if (file) fclose(file);
+}
+
+/* Goes with every number that is measured here. */
+static void info_processor(struct json *json) {
+  static const char *const sets[] = {" avx2 ", " avx512bw "};
+  const char *chosen = getenv("MOE_CPU_ISA");
+  char name[256], flags[8192];
+  processor_line("model name", name, sizeof name);
+  for (size_t end = strlen(name); end && name[end - 1] == ' '; end--) name[end - 1] = '\0';
+  processor_line("flags", flags, sizeof flags);
+  json_text(json, "processor", name);
+  json_bool(json, "avx2", strstr(flags, sets[0]) != NULL);
+  json_bool(json, "avx512", strstr(flags, sets[1]) != NULL);
+  json_text(json, "MOE_CPU_ISA", chosen);
+  if (json->stream) return;
+  printf("processor   %s\n", name);
+  printf("has         base%s%s\n", strstr(flags, sets[0]) ? " avx2" : "",
+         strstr(flags, sets[1]) ? " avx512" : "");
+  if (chosen) printf("MOE_CPU_ISA %s\n", chosen);
+}
+
 static void info_formats(struct json *json) {
   json_open(json, "dtypes", '[');
   if (json->stream == NULL) printf("dtypes     ");
@@ -86,6 +122,7 @@ static int info_build(struct json *json) {
   json_open(json, NULL, '{');
   json_text(json, "version", moe_version());
   if (json->stream == NULL) printf("moeblas     %s\n", moe_version());
+  info_processor(json);
   json_open(json, "backends", '[');
   info_backend(json, MOE_BACKEND_CPU);
   info_backend(json, MOE_BACKEND_CUDA);

@@ -3,7 +3,8 @@
  * The contraction grouped by expert, d[e] = sum over its rows of (weight A row)^T (B row).
  *
  * A task is a piece [BLOCK_M, BLOCK_N] of one d[e]. It reads its columns of A and B, a chunk of rows at a time, as fp32
- * panels [rows][columns] (gathered, A weighted), multiplies them into an fp32 piece, and converts that into d at the end.
+ * panels [rows][columns] (gathered, A weighted), multiplies them into an fp32 piece, and converts that into d at the end; an
+ * fp32 d that is overwritten is itself the piece.
  * Invariant: one chain over ascending rows an element, whatever the chunks. */
 #include "cpu.h"
 
@@ -64,18 +65,21 @@ static void run_piece(const moe_wgrad_args *args, const struct moe_cpu_kernel *k
   const int64_t begin = moe_cpu_offset(args->row_offset, p->expert, args->rows);
   const int64_t end = moe_cpu_offset(args->row_offset, p->expert + 1, args->rows);
   if (end <= begin && args->accumulate) return;
+  const bool direct = args->d_dtype == MOE_FP32 && !args->accumulate && p->n % kernel->lanes == 0;
+  const int64_t ldc = direct ? args->n : BLOCK_N;
+  float *c = direct ? (float *)args->d + (p->expert * args->m + p->m0) * args->n + p->n0 : w->c;
   int64_t row = begin;
   do { /* at least once: without rows the sums are 0 */
     const int64_t count = end - row < 0 ? 0 : end - row < CHUNK ? end - row : CHUNK;
     read_panels(args, kernel, p, w, row, count);
     for (int64_t j = 0; j < p->n; j += kernel->width) {
       const int64_t left = ALIGN_UP(p->n - j, kernel->lanes);
-      kernel->product(w->c + j, BLOCK_N, w->a, 1, BLOCK_M + PAD, p->m, w->b + j, BLOCK_N + PAD,
+      kernel->product(c + j, ldc, w->a, 1, BLOCK_M + PAD, p->m, w->b + j, BLOCK_N + PAD,
                       left < kernel->width ? left : kernel->width, count, row == begin);
     }
     row += count;
   } while (row < end);
-  store_piece(args, kernel, p, w);
+  if (!direct) store_piece(args, kernel, p, w);
 }
 
 static struct worker take_worker(struct arena *arena) {
