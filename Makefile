@@ -5,15 +5,16 @@
 # make check      proves tests/problems/ci.txt         make bench    times tests/problems/bench.txt
 # make gates      format, sizes, symbols, ...          make deps     installs missing Debian packages
 # make install    into PREFIX=/usr/local, DESTDIR=     make clean    removes build and build-san
-# Variables: BUILD=build  CC=gcc  CFLAGS=  LDFLAGS=  SAN=address,undefined  ONLY=part of a test's name  V=1
+# make gpu-check  proves the CUDA back end on a GPU    CUDA=0        builds without it even if there is an nvcc
+# Variables: BUILD=build  CC=gcc  CFLAGS=  LDFLAGS=  SAN=address,undefined  ONLY=part of a test's name  V=1  NVCC=nvcc
 
 SAN    ?=
 BUILD  ?= $(if $(SAN),build-san,build)
 CC     = gcc
 PREFIX ?= /usr/local
 ONLY   ?=
-CUDA   = 0
-$(if $(filter-out 0,$(CUDA)),$(error CUDA=$(CUDA): this version has no CUDA back end; leave CUDA out or say CUDA=0))
+NVCC   := $(or $(NVCC),$(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc)))
+CUDA   ?= $(if $(NVCC),1,0)
 MAKEFLAGS += -r $(if $(filter 0,$(MAKELEVEL)),-j$(shell nproc))
 
 VERSION := $(shell sed -nE 's/^\#define MOE_VERSION_(MAJOR|MINOR|PATCH) ([0-9]+)$$/\2/p' include/moeblas.h | paste -sd.)
@@ -35,17 +36,28 @@ O       := $(BUILD)/obj
 KERNELS := $(if $(wildcard src/cpu/kernel.c),base $(if $(filter x86_64,$(ARCH)),avx2 avx512))
 LIB_O   := $(patsubst %.c,$O/%.o,$(filter-out src/cpu/kernel.c,$(wildcard src/*.c src/cpu/*.c))) \
            $(KERNELS:%=$O/src/cpu/kernel_%.o)
+# The CUDA back end with its runtime is one object in which all names but moe_* are local: users link nothing more.
+ifneq ($(CUDA),0)
+$(if $(NVCC),,$(error CUDA=$(CUDA): there is no nvcc in PATH or /usr/local/cuda/bin; leave CUDA out or say NVCC=...))
+CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))))
+CUDART  := $(firstword $(wildcard $(CUDA_HOME)/lib64/libcudart_static.a $(CUDA_HOME)/lib/libcudart_static.a))
+CUDA_O  := $(patsubst %,$O/%.o,$(wildcard src/cuda/*.c src/cuda/*/*.c src/cuda/*.cu src/cuda/*/*.cu))
+CUDA_T  := $(patsubst %.c,$(BUILD)/%,$(wildcard tests/cuda/*.c))
+LIB_O   += $O/cuda.o
+endif
+LIBS     = -lm $(if $(CUDA_O),-lrt -ldl -lpthread)
 SHARE_O := $(patsubst %.c,$O/%.o,$(wildcard tests/oracle*.c))
 TOOL_O  := $(patsubst %.c,$O/%.o,$(wildcard tools/*.c tools/train/*.c)) $(SHARE_O)
 TESTS   := $(patsubst %.c,$(BUILD)/%,$(wildcard tests/test_*.c))
 HELP_O  := $(patsubst %.c,$O/%.o,$(wildcard tests/support*.c))
 
-.PHONY: all lib tests train test check bench gates install clean help deps gpu gpu-check gpu-bench
+.PHONY: all lib tests train test check bench gates install clean help deps gpu gpu-check
 .DELETE_ON_ERROR .SECONDARY:
 all: lib $(BUILD)/moeblas
 lib: $(BUILD)/libmoeblas.a $(BUILD)/libmoeblas.so
-tests: all $(TESTS)
+tests: all $(TESTS) $(CUDA_T)
 
+$O/src/context.o: FLAGS += $(if $(CUDA_O),-DMOE_CUDA)
 $O/src/cpu/%.o $O/tools/train/%.o: FLAGS += -O3
 $O/src/cpu/kernel_%.o: FLAGS += -ffp-contract=fast $(FLAGS_$*) -DMOE_KERNEL=$*
 $O/tests/%.o: FLAGS += -Isrc -Itests
@@ -57,6 +69,19 @@ $O/%.o: %.c Makefile
 $(KERNELS:%=$O/src/cpu/kernel_%.o): $O/src/cpu/kernel_%.o: src/cpu/kernel.c Makefile
 	@mkdir -p $(@D); echo "  CC   $< ($*)"
 	$Q$(CC) $(FLAGS) $(CFLAGS) -c $< -o $@
+# No contraction here either, but for the tensor cores' epilogues. A kernel with a spill or a stack frame does not build.
+$O/src/cuda/%: FMAD = $(if $(findstring gemm/,$@),,-fmad=false)
+$O/%.cu.o: %.cu Makefile tools/gates/ptxas.sh
+	@mkdir -p $(@D); echo "  NVCC $<"
+	$Q$(NVCC) -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a $(FMAD) -Iinclude -MMD -MP -MF $(@:.o=.d) -Xptxas -v \
+	  -Xcompiler -fPIC,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra -c $< -o $@ >$(@:.o=.ptxas) 2>&1 || { cat $(@:.o=.ptxas); exit 1; }
+	$Qtools/gates/ptxas.sh $(@:.o=.ptxas) || { rm $@; exit 1; }
+$O/%.c.o: %.c Makefile
+	@mkdir -p $(@D); echo "  CC   $<"
+	$Q$(CC) $(FLAGS) $(CFLAGS) -isystem $(CUDA_HOME)/include -c $< -o $@
+$O/cuda.o: $(CUDA_O)
+	@echo "  LD   $@"
+	$Qld -r -o $@ $^ $(CUDART) && objcopy -w --keep-global-symbol='moe_*' $@
 $(filter $O/tools/%,$(TOOL_O)): | $(BUILD)/cjson
 $(BUILD)/cjson: # turns a missing header into a sentence
 	@mkdir -p $(@D); echo '#include <cjson/cJSON.h>' | $(CC) -E - >$@ 2>&1 || { echo \
@@ -74,16 +99,16 @@ $(BUILD)/moeblas.map: $(wildcard include/*.h) Makefile
 $(BUILD)/$(SONAME): $(LIB_O) $(BUILD)/moeblas.map
 	@echo "  LD   $@"
 	$Q$(CC) -shared -fopenmp $(SANITIZE) -Wl,-soname,$(SONAME),--version-script=$(BUILD)/moeblas.map \
-	  $(if $(SAN),,-Wl,--no-undefined) -o $@ $(LIB_O) -lm $(LDFLAGS)
+	  $(if $(SAN),,-Wl,--no-undefined) -o $@ $(LIB_O) $(LIBS) $(LDFLAGS)
 $(BUILD)/libmoeblas.so: $(BUILD)/$(SONAME)
 	@ln -sf $(SONAME) $@
 $(BUILD)/moeblas: $(TOOL_O) $(BUILD)/libmoeblas.a
 	@echo "  LD   $@"
-	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ $(BLAS) -lcjson -lm $(LDFLAGS)
+	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ $(BLAS) -lcjson $(LIBS) $(LDFLAGS)
 # A test that defines __wrap_f stands in front of f.
 $(BUILD)/tests/%: $O/tests/%.o $(SHARE_O) $(HELP_O) $O/libtool.a $(BUILD)/libmoeblas.a
 	@mkdir -p $(@D); echo "  LD   $@"
-	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ -lcjson -lm $(LDFLAGS) $$(sed -nE 's/.*__wrap_([a-z_]+)\(.*/-Wl,--wrap=\1/p' tests/$*.c)
+	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ -lcjson $(LIBS) $(LDFLAGS) $$(sed -nE 's/.*__wrap_([a-z_]+)\(.*/-Wl,--wrap=\1/p' tests/$*.c)
 
 train: ; @tools/deps.sh train && $(MAKE) --no-print-directory all && $(BUILD)/moeblas train --out run
 test:  ; @tools/deps.sh test && $(MAKE) --no-print-directory tests && BUILD=$(BUILD) ONLY='$(ONLY)' tests/run.sh $(PARTS)
@@ -93,6 +118,8 @@ bench: all ; @$(BUILD)/moeblas bench @tests/problems/bench.txt
 deps:  ; @tools/deps.sh test
 install: all ; @BUILD=$(BUILD) PREFIX='$(PREFIX)' VERSION=$(VERSION) tools/install.sh
 clean: ; @rm -rf build build-san
-gpu gpu-check gpu-bench: ; @echo "moeblas: this version has no CUDA back end, so there is nothing to run on a GPU" >&2; exit 2
-help:  ; @sed -n '3,8s/^# //p' Makefile
--include $(wildcard $(patsubst %.o,%.d,$(LIB_O) $(TOOL_O) $(HELP_O) $(TESTS:$(BUILD)/%=$O/%.o)))
+gpu gpu-check: tests
+	@$(if $(CUDA_T),,echo "moeblas: this build has no CUDA back end" >&2; exit 2;) set -e; for t in $(CUDA_T); do $$t; done
+	@$(BUILD)/moeblas check --backend cuda @tests/problems/smoke.txt
+help:  ; @sed -n '3,9s/^# //p' Makefile
+-include $(wildcard $(patsubst %.o,%.d,$(LIB_O) $(TOOL_O) $(HELP_O) $(CUDA_O) $(TESTS:$(BUILD)/%=$O/%.o) $(CUDA_T:$(BUILD)/%=$O/%.o)))

@@ -347,6 +347,30 @@ typedef struct moe_zero_args {
 size_t moe_zero_scratch(const moe_context *ctx, const moe_zero_args *args);
 moe_status moe_zero(moe_context *ctx, const moe_zero_args *args, moe_stream stream);
 
+/* ---- memory and time ------------------------------------------------------------------------------------------ */
+
+/* For tools and programs that use no CUDA header. None of these may be part of a CUDA graph. */
+
+/* Memory of the back end, aligned to 256 bytes, its contents unspecified. 0 bytes give a pointer of their own. MEMORY if
+ * there is not enough. Free it with the same context; NULL is fine. */
+moe_status moe_memory_alloc(moe_context *ctx, size_t bytes, void **out);
+void moe_memory_free(moe_context *ctx, void *memory);
+/* Copies between any two of host memory and memory of the back end; the two may not overlap. On CUDA ordered after
+ * the work of the default stream; done when it returns. */
+moe_status moe_memory_copy(moe_context *ctx, void *dst, const void *src, size_t bytes);
+/* Sets every byte to the low 8 bits of `byte`; ordered and finished as a copy. */
+moe_status moe_memory_fill(moe_context *ctx, void *dst, int byte, size_t bytes);
+/* Waits for all work of the stream, and reports an error that it met. */
+moe_status moe_synchronize(moe_context *ctx, moe_stream stream);
+
+/* A point in the work of a stream. Create, record, and ask for the time between two points, which waits for the later
+ * one. Destroy before the context; NULL is fine. */
+typedef struct moe_timer moe_timer;
+moe_status moe_timer_create(moe_context *ctx, moe_timer **out);
+moe_status moe_timer_record(moe_timer *timer, moe_stream stream);
+moe_status moe_timer_elapsed_us(moe_timer *from, moe_timer *to, double *out);
+void moe_timer_destroy(moe_timer *timer);
+
 #ifdef __cplusplus
 }
 #endif

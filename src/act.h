@@ -45,13 +45,28 @@ MOE_FN float moe_tanh(float x) {
   return a < 0.3f ? small : x < 0 ? -large : large;
 }
 
+/* What activations are built from. On the GPU by its own exponential and reciprocal, good to 2^-21 for |x| < 10: more than
+ * the 16-bit formats hold, at a fifth of the instructions. Router scores use the functions above on both sides. */
+#ifdef __CUDA_ARCH__
+MOE_FN float act_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+MOE_FN float act_tanh(float x) {
+  const float s = x * x, a = x < 0 ? -x : x;
+  const float small = x - x * s * (1.0f / 3 - s * (2.0f / 15 - s * (17.0f / 315 - s * (62.0f / 2835))));
+  const float large = 1.0f - __fdividef(2.0f, __expf(2.0f * a) + 1.0f);
+  return a < 0.3f ? small : x < 0 ? -large : large;
+}
+#else
+MOE_FN float act_sigmoid(float x) { return moe_sigmoid(x); }
+MOE_FN float act_tanh(float x) { return moe_tanh(x); }
+#endif
+
 MOE_FN float act_silu(float x, float alpha, float beta) {
   (void)beta;
-  return x * moe_sigmoid(alpha * x);
+  return x * act_sigmoid(alpha * x);
 }
 MOE_FN float dact_silu(float x, float alpha, float beta) {
   (void)beta;
-  const float s = moe_sigmoid(alpha * x);
+  const float s = act_sigmoid(alpha * x);
   return s * (1.0f + alpha * x * (1.0f - s));
 }
 
@@ -67,11 +82,11 @@ MOE_FN float dact_gelu(float x, float alpha, float beta) {
 /* 0.5 (1 + tanh u) is sigmoid(2u): no cancellation for negative x. */
 MOE_FN float act_gelu_tanh(float x, float alpha, float beta) {
   (void)alpha, (void)beta;
-  return x * moe_sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+  return x * act_sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
 }
 MOE_FN float dact_gelu_tanh(float x, float alpha, float beta) {
   (void)alpha, (void)beta;
-  const float s = moe_sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+  const float s = act_sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
   return s + x * s * (1.0f - s) * 1.59576912f * (1.0f + 0.134145f * x * x);
 }
 
@@ -99,23 +114,23 @@ MOE_FN float dact_relu2(float x, float alpha, float beta) {
 
 MOE_FN float act_relu2_tanh(float x, float alpha, float beta) {
   (void)alpha;
-  const float t = beta * moe_tanh(x / beta);
+  const float t = beta * act_tanh(x / beta);
   return x < 0 ? 0.0f : t * t;
 }
 MOE_FN float dact_relu2_tanh(float x, float alpha, float beta) {
   (void)alpha;
-  const float t = moe_tanh(x / beta);
+  const float t = act_tanh(x / beta);
   return x < 0 ? 0.0f : 2.0f * beta * t * (1.0f - t * t);
 }
 
 MOE_FN float act_situ(float x, float alpha, float beta) {
   (void)alpha;
-  return beta * moe_tanh(x / beta) * moe_sigmoid(x);
+  return beta * act_tanh(x / beta) * act_sigmoid(x);
 }
 MOE_FN float dact_situ(float x, float alpha, float beta) {
   (void)alpha;
-  const float t = moe_tanh(x / beta);
-  const float s = moe_sigmoid(x);
+  const float t = act_tanh(x / beta);
+  const float s = act_sigmoid(x);
   return (1.0f - t * t) * s + beta * t * s * (1.0f - s);
 }
 
@@ -144,12 +159,12 @@ MOE_FN float moe_act_df(int kind, float x, float alpha, float beta) {
 /* The up half v(u') + offset, and its derivative with the inclusive mask. */
 MOE_FN float moe_act_up(const moe_act_desc *act, float u) {
   const float c = u < act->up_min ? act->up_min : u > act->up_max ? act->up_max : u;
-  return (act->up_beta > 0 ? act->up_beta * moe_tanh(c / act->up_beta) : c) + act->up_offset;
+  return (act->up_beta > 0 ? act->up_beta * act_tanh(c / act->up_beta) : c) + act->up_offset;
 }
 MOE_FN float moe_act_dup(const moe_act_desc *act, float u) {
   if (u < act->up_min || u > act->up_max) return 0;
   if (!(act->up_beta > 0)) return 1;
-  const float t = moe_tanh(u / act->up_beta);
+  const float t = act_tanh(u / act->up_beta);
   return 1.0f - t * t;
 }
 

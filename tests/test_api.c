@@ -122,7 +122,6 @@ TEST(contexts) {
     const char *sentence;
   } bad[] = {{-1, 0, MOE_ERROR_ARGUMENT, "context: backend = -1, wanted"},
              {3, 0, MOE_ERROR_ARGUMENT, "context: backend = 3, wanted"},
-             {MOE_BACKEND_CUDA, 0, MOE_ERROR_UNSUPPORTED, "no CUDA back end"},
              {MOE_BACKEND_CPU, -1, MOE_ERROR_ARGUMENT, "context: device = -1, wanted a number of threads"},
              {MOE_BACKEND_CPU, 1 << 20, MOE_ERROR_ARGUMENT, "context: device = 1048576, wanted"}};
   moe_context *ctx;
@@ -133,10 +132,16 @@ TEST(contexts) {
            moe_status_name(status), moe_last_error());
     EXPECT(ctx == NULL, "a refused context is not NULL");
   }
-  REFUSED(moe_backend_available(MOE_BACKEND_CUDA), UNSUPPORTED, "no CUDA back end");
+  /* whether there is CUDA depends on the build and on the machine */
+  const moe_status cuda = moe_backend_available(MOE_BACKEND_CUDA);
+  EXPECT(cuda == MOE_OK || (cuda == MOE_ERROR_UNSUPPORTED && strstr(moe_last_error(), "CUDA")), "%s: %s",
+         moe_status_name(cuda), moe_last_error());
+  if (cuda != MOE_OK) REFUSED(moe_context_create(&ctx, MOE_BACKEND_CUDA, 0), UNSUPPORTED, "context: ");
   REFUSED(moe_context_create(NULL, MOE_BACKEND_CPU, 0), ARGUMENT, "context: out = NULL, wanted");
   EXPECT(moe_context_create(&ctx, MOE_BACKEND_AUTO, 0) == MOE_OK, "%s", moe_last_error());
-  EXPECT(moe_context_backend(ctx) == MOE_BACKEND_CPU && moe_context_units(ctx) >= 1, "AUTO is not the CPU");
+  EXPECT(moe_context_backend(ctx) == (cuda == MOE_OK ? MOE_BACKEND_CUDA : MOE_BACKEND_CPU) &&
+             moe_context_units(ctx) >= 1,
+         "AUTO is not the fastest");
   moe_context_destroy(ctx);
   EXPECT(moe_context_create(&ctx, MOE_BACKEND_CPU, 3) == MOE_OK, "%s", moe_last_error());
   EXPECT(moe_context_units(ctx) == 3, "%d units, wanted 3 threads", moe_context_units(ctx));

@@ -41,6 +41,15 @@ const struct backend moe_cpu_backend = {
     .close = close_cpu,
     .supports = supports,
     .warmup = warmup,
+    .memory_alloc = moe_cpu_memory_alloc,
+    .memory_free = moe_cpu_memory_free,
+    .memory_copy = moe_cpu_memory_copy,
+    .memory_fill = moe_cpu_memory_fill,
+    .synchronize = moe_cpu_synchronize,
+    .event_create = moe_cpu_event_create,
+    .event_record = moe_cpu_event_record,
+    .event_elapsed_us = moe_cpu_event_elapsed_us,
+    .event_destroy = moe_cpu_event_destroy,
 #define MOE_OP(name) .name = moe_cpu_##name, .name##_scratch = moe_cpu_##name##_scratch,
 #include "../ops.def"
 #undef MOE_OP

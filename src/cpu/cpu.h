@@ -13,6 +13,17 @@
 #include "../ops.def"
 #undef MOE_OP
 
+/* Memory and time of the table in backend.h (memory.c). */
+moe_status moe_cpu_memory_alloc(moe_context *ctx, size_t bytes, void **out);
+void moe_cpu_memory_free(moe_context *ctx, void *memory);
+moe_status moe_cpu_memory_copy(moe_context *ctx, void *dst, const void *src, size_t bytes);
+moe_status moe_cpu_memory_fill(moe_context *ctx, void *dst, int byte, size_t bytes);
+moe_status moe_cpu_synchronize(moe_context *ctx, moe_stream stream);
+moe_status moe_cpu_event_create(moe_context *ctx, void **event);
+moe_status moe_cpu_event_record(moe_context *ctx, void *event, moe_stream stream);
+moe_status moe_cpu_event_elapsed_us(moe_context *ctx, void *from, void *to, double *out);
+void moe_cpu_event_destroy(moe_context *ctx, void *event);
+
 /* dst[0..n) = elements first .. first+n-1 of src, as fp32; and back, rounded to nearest even (convert.c). */
 void moe_cpu_read(float *dst, const void *src, moe_dtype dtype, int64_t first, int64_t n);
 void moe_cpu_write(void *dst, moe_dtype dtype, int64_t first, const float *src, int64_t n);

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gate: how long files and functions may be.
 
-Files have at most 500 lines, public headers 600, the Makefile 99; 90 % of the functions have fewer than 60 lines and
+Files have at most 500 lines, public headers 600, the Makefile 125; 90 % of the functions have fewer than 60 lines and
 none more than 120. Functions are found by their shape, which clang-format fixes: they start in column 0, and so does the
 brace that ends them. Prints the longest functions. `--self-test` shows that each limit is enforced."""
 import os
@@ -13,7 +13,7 @@ import sys
 
 
 def file_limit(path):
-    return 99 if path == "Makefile" else 600 if re.fullmatch(r"include/.*\.h", path) else 500
+    return 125 if path == "Makefile" else 600 if re.fullmatch(r"include/.*\.h", path) else 500
 
 
 def functions(text):
@@ -59,7 +59,7 @@ def self_test():
     one_line = prototype + "static int g(void) { return 1; }\n"
     cases = [
         ({"src/a.c": "\n" * 501}, 1), ({"src/a.c": "\n" * 500}, 0), ({"include/a.h": "\n" * 601}, 1),
-        ({"Makefile": "\n" * 100}, 1), ({"src/a.c": body(121) + one_line * 20}, 1), ({"src/a.c": body(120) + one_line * 20}, 0),
+        ({"Makefile": "\n" * 126}, 1), ({"src/a.c": body(121) + one_line * 20}, 1), ({"src/a.c": body(120) + one_line * 20}, 0),
         ({"src/a.c": body(60) + one_line * 8}, 1), ({"src/a.c": body(60) + one_line * 9}, 0),
     ]
     return all(len(check(texts)[0]) == want for texts, want in cases)

@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The CUDA back end: the twins of src/cpu on a device of compute capability 9.0.
+ * Idea: an entry of the table makes the context's device current and calls the op. The device stays current on the
+ * calling thread: restoring it would cost every call two more, and a caller with several devices sets its own anyway.
+ * Invariant: the ops launch kernels on the stream and do nothing else: no allocation, no wait, no read of the device. */
+#include "launch.h"
+
+#define MOE_OP(name)                                                                                 \
+  static moe_status run_##name(moe_context *ctx, const moe_##name##_args *args, moe_stream stream) { \
+    TRY(moe_cuda_enter(#name, ctx));                                                                 \
+    return moe_cuda_##name(ctx, args, stream);                                                       \
+  }
+#include "../ops.def"
+#undef MOE_OP
+
+static moe_status supports(const moe_context *ctx, const moe_config *config) {
+  (void)ctx, (void)config;
+  return MOE_OK;
+}
+
+static moe_status warmup(moe_context *ctx, const moe_config *config, moe_stream stream) {
+  (void)config, (void)stream;
+  TRY(moe_cuda_enter("warmup", ctx));
+#define LOAD(file) TRY(moe_cuda_load_##file());
+  CUDA_KERNEL_FILES(LOAD)
+#undef LOAD
+  return moe_cuda_load_wgmma ? moe_cuda_load_wgmma() : MOE_OK;
+}
+
+/* ---- which product: the tensor cores where they can, else the general kernel -------------------------------------- */
+
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
+/* What fits may depend on addresses, so scratch is enough for either. */
+size_t moe_cuda_gemm_scratch(const moe_context *ctx, const moe_gemm_args *args) {
+  (void)ctx;
+  const size_t wgmma = moe_cuda_wgmma_gemm_scratch ? moe_cuda_wgmma_gemm_scratch(args) : 0;
+  return larger(wgmma, moe_cuda_simt_gemm_scratch(args));
+}
+
+moe_status moe_cuda_gemm(moe_context *ctx, const moe_gemm_args *args, moe_stream stream) {
+  const bool fits = moe_cuda_wgmma_gemm_fits && moe_cuda_wgmma_gemm_fits(args);
+  return fits ? moe_cuda_wgmma_gemm(ctx, args, stream) : moe_cuda_simt_gemm(ctx, args, stream);
+}
+
+size_t moe_cuda_wgrad_scratch(const moe_context *ctx, const moe_wgrad_args *args) {
+  (void)ctx;
+  const size_t wgmma = moe_cuda_wgmma_wgrad_scratch ? moe_cuda_wgmma_wgrad_scratch(args) : 0;
+  return larger(wgmma, moe_cuda_simt_wgrad_scratch(args));
+}
+
+moe_status moe_cuda_wgrad(moe_context *ctx, const moe_wgrad_args *args, moe_stream stream) {
+  const bool fits = moe_cuda_wgmma_wgrad_fits && moe_cuda_wgmma_wgrad_fits(args);
+  return fits ? moe_cuda_wgmma_wgrad(ctx, args, stream) : moe_cuda_simt_wgrad(ctx, args, stream);
+}
+
+const struct backend moe_cuda_backend = {
+    .id = MOE_BACKEND_CUDA,
+    .name = "cuda",
+    .available = moe_cuda_available,
+    .open = moe_cuda_open,
+    .close = moe_cuda_close,
+    .supports = supports,
+    .warmup = warmup,
+    .memory_alloc = moe_cuda_memory_alloc,
+    .memory_free = moe_cuda_memory_free,
+    .memory_copy = moe_cuda_memory_copy,
+    .memory_fill = moe_cuda_memory_fill,
+    .synchronize = moe_cuda_synchronize,
+    .event_create = moe_cuda_event_create,
+    .event_record = moe_cuda_event_record,
+    .event_elapsed_us = moe_cuda_event_elapsed_us,
+    .event_destroy = moe_cuda_event_destroy,
+#define MOE_OP(name) .name = run_##name, .name##_scratch = moe_cuda_##name##_scratch,
+#include "../ops.def"
+#undef MOE_OP
+};

@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * A table of the rows of gemm.def that the including file selects. */
+#pragma once
+
+#include "gemm.cuh"
+#include "host.h"
+
+static const gemm_instance instances[] = {
+#define GEMM(EPILOGUE, BN, STAGES, KN) \
+  {(const void *)gemm_kernel<BN, STAGES, EPILOGUE, KN>, BN, KN, sizeof(gemm_shared<BN, STAGES, EPILOGUE>)},
+#include "gemm.def"
+#undef GEMM
+};
+
+static const gemm_instance *find_instance(int bn, bool kn) {
+  for (const gemm_instance &instance : instances)
+    if (instance.bn == bn && instance.kn == kn) return &instance;
+  return nullptr;
+}

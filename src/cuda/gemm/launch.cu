@@ -1,0 +1,182 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * From public arguments to a launch of the grouped products: which problems fit wgmma, which instance takes them, the
+ * tensor map of the weights. Host code only; nothing here looks at device memory. */
+#include <cuda.h>
+
+#include "../launch.h"
+#include "host.h"
+#include "wgrad.cuh"
+
+static const size_t SHARED_LIMIT = 227 * 1024;
+
+static int64_t tiles_of(int64_t rows, int64_t experts) { return rows / BM + (rows < experts ? rows : experts); }
+
+static bool gated_halves(const moe_act_desc *act) { return act->gated && act->layout != MOE_LAYOUT_INTERLEAVED; }
+
+static int tile_width(const moe_gemm_args *args) {
+  return args->epilogue == MOE_EPILOGUE_DACT || args->n <= 128 ? 128 : 256;
+}
+
+static const gemm_instance *instance_of(const moe_gemm_args *args) {
+  const int bn = tile_width(args);
+  switch (args->epilogue) {
+  case MOE_EPILOGUE_ACT: return moe_cuda_gemm_act(bn, args->b_kn);
+  case MOE_EPILOGUE_DACT: return moe_cuda_gemm_dact(bn, args->b_kn);
+  default: return moe_cuda_gemm_store(bn, args->b_kn);
+  }
+}
+
+/* bf16 operands, rows of whole 16-byte pieces, gate and up within a thread's reach. */
+extern "C" bool moe_cuda_wgmma_gemm_fits(const moe_gemm_args *args) {
+  if (args->a_dtype != MOE_BF16 || args->b_dtype != MOE_BF16) return false;
+  if (args->k % 8 != 0 || args->n % 8 != 0 || args->k >= 1 << 30) return false;
+  const bool plain = args->epilogue == MOE_EPILOGUE_STORE;
+  if (args->d_dtype != MOE_BF16 && !(plain && args->d_dtype == MOE_FP32)) return false;
+  if (args->bias_dtype != MOE_BF16 && args->bias_dtype != MOE_DTYPE_DEFAULT) return false;
+  if (tiles_of(args->rows, args->experts) * CEIL_DIV(args->n, 128) > INT32_MAX / 2) return false;
+  if (instance_of(args)->shared_bytes + (size_t)args->experts * 4 > SHARED_LIMIT) return false;
+  if (plain) return true;
+  const moe_act_desc *act = args->act;
+  const int64_t inter = args->epilogue == MOE_EPILOGUE_ACT && act->gated ? args->n / 2 : args->n;
+  if (inter % 8 != 0) return false;
+  return !act->gated || act->layout != MOE_LAYOUT_INTERLEAVED || act->interleave == 1 || act->interleave == 32;
+}
+
+extern "C" size_t moe_cuda_wgmma_gemm_scratch(const moe_gemm_args *args) {
+  if (args->epilogue != MOE_EPILOGUE_DACT) return 0;
+  return (size_t)args->rows * CEIL_DIV(args->n, 128) * sizeof(float);
+}
+
+typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                                    const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                                    CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* A row-major array [d2, d1, d0] of bf16 as a map of boxes 64 wide; boxes past an edge read zeros. */
+static moe_status make_map(const moe_context *ctx, const char *op, const void *base, cuuint64_t d0, cuuint64_t d1,
+                           cuuint64_t d2, cuuint32_t box_rows, CUtensorMap *map) {
+  const encode_function encode = (encode_function)((const struct cuda_device *)ctx->state)->encode_tensor_map;
+  const cuuint64_t size[3] = {d0, d1, d2}, stride_bytes[2] = {d0 * 2, d0 * d1 * 2};
+  const cuuint32_t box[3] = {BK, box_rows, 1}, step[3] = {1, 1, 1};
+  CHECK(encode != NULL, MOE_ERROR_DEVICE, "%s: the driver has no tensor maps, wanted one for CUDA 12.0 or later", op);
+  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, d2 > 0 ? 3 : 2, (void *)base, size,
+                                 stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CHECK(result == CUDA_SUCCESS, MOE_ERROR_DEVICE, "%s: %p: the driver made no tensor map of it (CUresult %d)", op, base,
+        (int)result);
+  return MOE_OK;
+}
+
+static moe_status gemm_maps(const moe_context *ctx, const moe_gemm_args *args, int box_rows, gemm_params *p) {
+  const cuuint64_t n = args->n, k = args->k;
+  if (args->gather_topk == 0) TRY(make_map(ctx, "gemm", args->a, k, args->rows, 0, BM, &p->a_map));
+  if (args->b_kn) return make_map(ctx, "gemm", args->b, n, k, args->experts, BK, &p->b_map);
+  return make_map(ctx, "gemm", args->b, k, n, args->experts, box_rows, &p->b_map);
+}
+
+static gemm_params params_of(const moe_gemm_args *args, int bn) {
+  gemm_params p = {};
+  p.row_offset = args->row_offset;
+  p.row_slot = args->row_slot;
+  p.a = static_cast<const bf16 *>(args->a);
+  p.rows = (int)args->rows;
+  p.n = (int)args->n;
+  p.k = (int)args->k;
+  p.experts = (int)args->experts;
+  p.gather_topk = (int)args->gather_topk;
+  p.weights = args->weights;
+  p.bias = static_cast<const bf16 *>(args->bias);
+  p.d = args->d;
+  p.d_fp32 = args->d_dtype == MOE_FP32;
+  p.accumulate = args->accumulate;
+  p.h = static_cast<bf16 *>(args->h);
+  p.dh = static_cast<bf16 *>(args->dh);
+  p.halves = 1;
+  p.column_tiles = (int)CEIL_DIV(args->n, bn);
+  if (args->epilogue == MOE_EPILOGUE_STORE) return p;
+  p.act = *args->act;
+  const bool pair = args->epilogue == MOE_EPILOGUE_ACT && args->act->gated;
+  p.inter = (int)(pair ? args->n / 2 : args->n);
+  p.up_distance = (int)moe_up_distance(args->act, p.inter);
+  if (pair && gated_halves(args->act)) {
+    p.halves = 2;
+    p.half_row[0] = (int)moe_gate_column(args->act, p.inter, 0);
+    p.half_row[1] = p.half_row[0] + p.up_distance;
+    p.column_tiles = (int)CEIL_DIV(p.inter, bn / 2);
+  }
+  return p;
+}
+
+extern "C" moe_status moe_cuda_wgmma_gemm(moe_context *ctx, const moe_gemm_args *args, moe_stream stream) {
+  if (args->rows == 0) return MOE_OK;
+  const gemm_instance *instance = instance_of(args);
+  gemm_params p = params_of(args, instance->bn);
+  const bool partial = args->epilogue == MOE_EPILOGUE_DACT && args->dweights != NULL;
+  if (partial) p.partial = static_cast<float *>(args->scratch);
+  TRY(gemm_maps(ctx, args, instance->bn / p.halves, &p));
+  const int64_t tiles = tiles_of(args->rows, args->experts) * p.column_tiles;
+  const struct cuda_grid grid = {tiles < ctx->units ? tiles : ctx->units, 1, 1, 384,
+                                 instance->shared_bytes + (size_t)args->experts * 4};
+  TRY(moe_cuda_launch("gemm", instance->kernel, grid, &p, stream));
+  return partial ? moe_cuda_finish_dweights(args, p.partial, p.column_tiles, stream) : MOE_OK;
+}
+
+/* ---- contraction over rows */
+
+extern "C" bool moe_cuda_wgmma_wgrad_fits(const moe_wgrad_args *args) {
+  if (args->a_dtype != MOE_BF16 || args->b_dtype != MOE_BF16) return false;
+  if (args->d_dtype != MOE_BF16 && args->d_dtype != MOE_FP32) return false;
+  if (args->weights != NULL || args->m % 8 != 0 || args->n % 8 != 0) return false;
+  if (args->a_gather_topk > 0 && args->b_gather_topk > 0 && args->a_gather_topk != args->b_gather_topk) return false;
+  return args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, 128) < INT32_MAX / 2;
+}
+
+extern "C" size_t moe_cuda_wgmma_wgrad_scratch(const moe_wgrad_args *args) {
+  (void)args;
+  return 0;
+}
+
+static moe_status operand(const moe_context *ctx, const moe_wgrad_args *args, const void *data, int64_t columns,
+                          int64_t topk, wgrad_operand *o) {
+  o->data = static_cast<const bf16 *>(data);
+  o->columns = (int)columns;
+  o->gathered = topk > 1 || (topk == 1 && args->row_slot != NULL);
+  if (o->gathered || args->rows == 0) return MOE_OK;
+  return make_map(ctx, "wgrad", data, columns, args->rows, 0, BK, &o->map);
+}
+
+extern "C" moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_args *args, moe_stream stream) {
+  wgrad_params p = {};
+  TRY(operand(ctx, args, args->a, args->m, args->a_gather_topk, &p.a));
+  TRY(operand(ctx, args, args->b, args->n, args->b_gather_topk, &p.b));
+  const int64_t topk = args->a_gather_topk > 0 ? args->a_gather_topk : args->b_gather_topk;
+  if (topk > 1) { /* n / topk = umulhi(n, magic) >> shift for n < 2^31, with 2^shift < topk <= 2^(shift+1) */
+    while ((2 << p.shift) < topk) p.shift++;
+    p.magic = (uint32_t)((((uint64_t)1 << (32 + p.shift)) + topk - 1) / topk);
+  }
+  p.row_offset = args->row_offset;
+  p.row_slot = args->row_slot;
+  p.rows = (int)args->rows;
+  p.experts = (int)args->experts;
+  p.d = args->d;
+  p.d_fp32 = args->d_dtype == MOE_FP32;
+  p.accumulate = args->accumulate;
+  const bool wide = args->n > 128;
+  const void *kernel = wide ? (const void *)wgrad_kernel<256, 4> : (const void *)wgrad_kernel<128, 4>;
+  const size_t shared = (wide ? sizeof(wgrad_shared<256, 4>) : sizeof(wgrad_shared<128, 4>));
+  const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, wide ? 256 : 128);
+  const struct cuda_grid grid = {tiles < ctx->units ? tiles : ctx->units, 1, 1, 384, shared};
+  return moe_cuda_launch("wgrad", kernel, grid, &p, stream);
+}
+
+static moe_status load(const gemm_instance *instance) { return moe_cuda_load(&instance->kernel, 1); }
+
+extern "C" moe_status moe_cuda_load_wgmma(void) {
+  const void *const wgrad[] = {(const void *)wgrad_kernel<256, 4>, (const void *)wgrad_kernel<128, 4>};
+  for (int i = 0; i < 4; i++) {
+    TRY(load(moe_cuda_gemm_store(i % 2 ? 128 : 256, i / 2)));
+    TRY(load(moe_cuda_gemm_act(i % 2 ? 128 : 256, i / 2)));
+    if (i % 2) TRY(load(moe_cuda_gemm_dact(128, i / 2)));
+  }
+  return moe_cuda_load(wgrad, 2);
+}

@@ -1,0 +1,174 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Grouped product, contraction over the rows of an expert:  D[e][m,n] = sum over r of A[srca(r),m] B[srcb(r),n].
+ *
+ *   rows of e  ┌ A: 64 x BM ┐      one block = one BM x BN tile of one expert at a time, walked persistently
+ *   (K)        └            ┘      warpgroup 0     producer: 64 rows of A and of B a stage; an operand that is gathered by
+ *              ┌ B: 64 x BN ┐                      16-byte cp.async, one that is not by TMA
+ *              └            ┘      warpgroup 1, 2  consumers: 64 of the BM lines of D each, wgmma 64 x BN x 16 on operands whose
+ *                                                  contiguous dimension is M and N
+ * Invariants   rows past the expert's end are zero in both operands (the last stage is loaded by cp.async), so that what a
+ *              neighbour holds, NaN too, cannot matter; one chain of accumulation over ascending rows. An expert without rows
+ *              gives 0, or leaves D when accumulating.
+ * Layout       boxes of 64 rows x 64 columns, 128-byte swizzle.
+ * Limits       M and N multiples of 8; 16-byte aligned arrays. */
+#pragma once
+
+#include "gemm.cuh"
+
+struct wgrad_operand {
+  CUtensorMap map; /* used where the rows are not gathered */
+  const bf16 *data;
+  int columns;
+  bool gathered; /* row row_slot[r] / topk, else row r */
+};
+
+struct wgrad_params {
+  wgrad_operand a, b;
+  const int32_t *row_offset;
+  const int32_t *row_slot;
+  int rows, experts;
+  uint32_t magic; /* slot / topk by multiplication; 0: topk = 1 */
+  int shift;
+  void *d;
+  int d_fp32, accumulate;
+};
+
+template <int BN, int STAGES> struct wgrad_shared {
+  bf16 a[STAGES][BM * BK];
+  bf16 b[STAGES][BN * BK];
+  bf16 h[CONSUMER_WARPS][16 * STAGING_COLUMNS];
+  uint64_t full[STAGES];
+  uint64_t empty[STAGES];
+};
+
+struct wgrad_tile {
+  int expert, row0, row1, m0, n0, column;
+};
+
+template <int BN> __device__ __forceinline__ wgrad_tile wgrad_place(const wgrad_params &p, int tile) {
+  const int lines = (p.a.columns + BM - 1) / BM, columns = (p.b.columns + BN - 1) / BN;
+  const int local = tile % (lines * columns), expert = tile / (lines * columns);
+  const int begin = clamped_offset(p.row_offset, expert, p.rows), end = clamped_offset(p.row_offset, expert + 1, p.rows);
+  return {expert, begin, max(begin, end), local % lines * BM, local / lines * BN, local / lines};
+}
+
+/* Rows of one operand for one stage, 16-byte chunk t % 16 (+ 16) of rows t / 16 + 8 j for thread t. */
+template <int COLUMNS>
+__device__ __forceinline__ void copy_rows(bf16 *stage, const wgrad_operand &o, const int *source_row, int row0,
+                                          int row1, int column0) {
+  const int chunk = threadIdx.x % 16, line = threadIdx.x / 16, column = column0 + chunk * 8;
+  const uint32_t dst = smem_address(stage) + chunk / 8 * 8192 + line * 128 + ((chunk % 8) ^ line) * 16;
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    const int row = row0 + line + 8 * j;
+    const bf16 *source = o.data + (int64_t)(o.gathered ? source_row[j] : row) * o.columns + column;
+#pragma unroll
+    for (int half = 0; half < COLUMNS / 128; half++) {
+      const bool inside = row < row1 && column + half * 128 < o.columns;
+      cp_async_16(dst + j * 1024 + half * 16384, inside ? source + half * 128 : o.data, inside);
+    }
+  }
+}
+
+template <int COLUMNS>
+__device__ __forceinline__ void copy_boxes(bf16 *stage, const wgrad_operand &o, uint64_t *barrier, int row0, int column0) {
+#pragma unroll
+  for (int block = 0; block < COLUMNS; block += 64)
+    tma_load_2d(stage + block * BK, &o.map, barrier, column0 + block, row0);
+}
+
+/* Rows of the gathered operand for rows row0 + t / 16 + 8 j. */
+__device__ __forceinline__ void source_rows(const wgrad_params &p, int row0, int row1, int *source) {
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    const int row = row0 + (int)threadIdx.x / 16 + 8 * j;
+    source[j] = row < row1 && p.row_slot ? p.row_slot[row] : row;
+    if (p.magic) source[j] = (int)(__umulhi((uint32_t)source[j], p.magic) >> p.shift);
+  }
+}
+
+template <int BN, int STAGES>
+__device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES> &s, const wgrad_params &p, int tiles) {
+  ring<STAGES> at = {0, 1};
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const wgrad_tile place = wgrad_place<BN>(p, tile);
+    int source[8];
+    source_rows(p, place.row0, place.row1, source);
+    for (int row0 = place.row0; row0 < place.row1; row0 += BK, at.advance()) {
+      int next[8]; /* asked for before this stage is waited for */
+      source_rows(p, row0 + BK, place.row1, next);
+      const bool whole = row0 + BK <= place.row1, bulk_a = whole && !p.a.gathered, bulk_b = whole && !p.b.gathered;
+      mbarrier_wait(&s.empty[at.stage], at.phase);
+      if (threadIdx.x == 0) {
+        mbarrier_arrive_expect(&s.full[at.stage], ((bulk_a ? BM : 0) + (bulk_b ? BN : 0)) * BK * 2);
+        if (bulk_a) copy_boxes<BM>(s.a[at.stage], p.a, &s.full[at.stage], row0, place.m0);
+        if (bulk_b) copy_boxes<BN>(s.b[at.stage], p.b, &s.full[at.stage], row0, place.n0);
+      }
+      if (!bulk_a) copy_rows<BM>(s.a[at.stage], p.a, source, row0, place.row1, place.m0);
+      if (!bulk_b) copy_rows<BN>(s.b[at.stage], p.b, source, row0, place.row1, place.n0);
+      mbarrier_arrive_cp_async(&s.full[at.stage]);
+#pragma unroll
+      for (int j = 0; j < 8; j++) source[j] = next[j];
+    }
+  }
+}
+
+template <int BN, int STAGES>
+__device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES> &s, const wgrad_params &p, int tiles) {
+  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4;
+  ring<STAGES> at = {0, 0};
+  float acc[BN / 2];
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const wgrad_tile place = wgrad_place<BN>(p, tile);
+    if (place.row0 == place.row1) {
+      if (p.accumulate) continue;
+#pragma unroll
+      for (int i = 0; i < BN / 2; i++) acc[i] = 0;
+    }
+    int held = 0;
+    for (int row0 = place.row0; row0 < place.row1; row0 += BK, at.advance()) {
+      mbarrier_wait(&s.full[at.stage], at.phase);
+      fence_async_shared(); /* a gathered operand was written by ordinary (cp.async) accesses */
+      const uint64_t da = wgmma_descriptor(smem_address(s.a[at.stage] + group * 64 * BK), 1024, 8192);
+      const uint64_t db = wgmma_descriptor(smem_address(s.b[at.stage]), 1024, 8192);
+      wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < 4; kk++) wgmma<BN, 1, 1>::run(acc, da + kk * 128, db + kk * 128, row0 > place.row0 || kk > 0);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (row0 > place.row0 && threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
+      held = at.stage;
+    }
+    wgmma_wait<0>();
+    if (place.row0 < place.row1 && threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
+    const int m = p.a.columns, n = p.b.columns;
+    const warp_tile w = {s.h[warp], STAGING_COLUMNS, nullptr, (int)threadIdx.x % 32, place.m0 + warp * 16, m};
+    const float ones[2] = {1, 1};
+    const int64_t base = (int64_t)place.expert * m * n;
+    void *d = p.d_fp32 ? (void *)(static_cast<float *>(p.d) + base) : (void *)(static_cast<bf16 *>(p.d) + base);
+    store_steps<BN>(acc, w, {d, n, p.d_fp32 != 0, p.accumulate != 0}, place.column, nullptr, ones);
+  }
+}
+
+template <int BN, int STAGES> __global__ void __launch_bounds__(384, 1) wgrad_kernel(const __grid_constant__ wgrad_params p) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto &s = *reinterpret_cast<wgrad_shared<BN, STAGES> *>(raw);
+  if (threadIdx.x == 0) {
+    if (smem_address(raw) % 1024 != 0) __trap(); /* the swizzle counts from there */
+    for (int i = 0; i < STAGES; i++) {
+      mbarrier_init(&s.full[i], 128 + 1);
+      mbarrier_init(&s.empty[i], CONSUMER_WARPS);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  const int tiles = p.experts * ((p.a.columns + BM - 1) / BM) * ((p.b.columns + BN - 1) / BN);
+  if (threadIdx.x < 128) {
+    registers_shrink<72>();
+    wgrad_producer<BN, STAGES>(s, p, tiles);
+  } else {
+    registers_grow<216>();
+    wgrad_consumer<BN, STAGES>(s, p, tiles);
+  }
+}

@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What: memory and timers of a context, on the CPU.
+ * Idea: bytes that go in come out, blocks do not overlap, every refusal has its sentence. */
+#include <time.h>
+
+#include "moeblas_ops.h"
+#include "test.h"
+
+static moe_context *cpu(void) {
+  moe_context *ctx = NULL;
+  if (moe_context_create(&ctx, MOE_BACKEND_CPU, 1) != MOE_OK) exit(2);
+  return ctx;
+}
+
+TEST(blocks_are_aligned_and_apart) {
+  moe_context *ctx = cpu();
+  static const size_t sizes[] = {0, 1, 255, 256, 257, 100000};
+  enum {
+    COUNT = sizeof sizes / sizeof *sizes
+  };
+  unsigned char *block[COUNT];
+  for (int i = 0; i < COUNT; i++) {
+    void *memory;
+    REQUIRE(moe_memory_alloc(ctx, sizes[i], &memory) == MOE_OK, "%s", moe_last_error());
+    block[i] = memory;
+    EXPECT(memory != NULL && (uintptr_t)memory % 256 == 0, "address %p", memory);
+    EXPECT(moe_memory_fill(ctx, memory, 0x100 + i, sizes[i]) == MOE_OK, "%s", moe_last_error());
+  }
+  for (int i = 0; i < COUNT; i++) {
+    for (size_t j = 0; j < sizes[i]; j++) REQUIRE(block[i][j] == i, "byte %zu of block %d", j, i);
+    moe_memory_free(ctx, block[i]);
+  }
+  moe_memory_free(ctx, NULL);
+  moe_context_destroy(ctx);
+}
+
+TEST(copies_every_byte_and_no_more) {
+  moe_context *ctx = cpu();
+  char from[9] = "12345678", to[9] = "abcdefgh";
+  EXPECT(moe_memory_copy(ctx, to + 2, from, 3) == MOE_OK, "%s", moe_last_error());
+  EXPECT(strcmp(to, "ab123fgh") == 0, "%s", to);
+  EXPECT(moe_memory_copy(ctx, NULL, NULL, 0) == MOE_OK, "nothing to copy");
+  EXPECT(moe_synchronize(ctx, NULL) == MOE_OK, "%s", moe_last_error());
+  moe_context_destroy(ctx);
+}
+
+TEST(a_timer_measures_a_pause) {
+  moe_context *ctx = cpu();
+  moe_timer *a, *b;
+  REQUIRE(moe_timer_create(ctx, &a) == MOE_OK && moe_timer_create(ctx, &b) == MOE_OK, "%s", moe_last_error());
+  double us = -1;
+  EXPECT(moe_timer_record(a, NULL) == MOE_OK, "%s", moe_last_error());
+  EXPECT(moe_timer_elapsed_us(a, b, &us) == MOE_ERROR_ARGUMENT, "b was not recorded");
+  nanosleep(&(struct timespec){.tv_nsec = 3000000}, NULL);
+  EXPECT(moe_timer_record(b, NULL) == MOE_OK, "%s", moe_last_error());
+  EXPECT(moe_timer_elapsed_us(a, b, &us) == MOE_OK && us >= 3000 && us < 60e6, "%g us", us);
+  moe_timer_destroy(a), moe_timer_destroy(b), moe_timer_destroy(NULL);
+  moe_context_destroy(ctx);
+}
+
+TEST(refusals_have_a_sentence) {
+  moe_context *ctx = cpu(), *other = cpu();
+  moe_stream stream = (moe_stream)(void *)ctx;
+  moe_timer *a, *b;
+  void *memory;
+  double us;
+  REQUIRE(moe_timer_create(ctx, &a) == MOE_OK && moe_timer_create(other, &b) == MOE_OK, "%s",
+          moe_last_error());
+#define REFUSED(call, word) \
+  EXPECT((call) == MOE_ERROR_ARGUMENT && strstr(moe_last_error(), word) != NULL, "says: %s", moe_last_error())
+  REFUSED(moe_memory_alloc(NULL, 1, &memory), "memory_alloc: ctx");
+  REFUSED(moe_memory_alloc(ctx, 1, NULL), "memory_alloc: out");
+  REFUSED(moe_memory_alloc(ctx, SIZE_MAX, &memory), "memory_alloc: bytes");
+  REFUSED(moe_memory_copy(ctx, &us, NULL, 1), "memory_copy: dst or src");
+  REFUSED(moe_memory_copy(NULL, &us, &us, 0), "memory_copy: ctx");
+  REFUSED(moe_memory_fill(ctx, NULL, 0, 1), "memory_fill: dst");
+  REFUSED(moe_synchronize(ctx, stream), "synchronize: stream");
+  REFUSED(moe_synchronize(NULL, NULL), "synchronize: ctx");
+  REFUSED(moe_timer_create(ctx, NULL), "timer_create: out");
+  REFUSED(moe_timer_record(NULL, NULL), "timer_record: timer");
+  REFUSED(moe_timer_record(a, stream), "timer_record: stream");
+  REFUSED(moe_timer_elapsed_us(a, NULL, &us), "timer_elapsed_us: from");
+  REFUSED(moe_timer_elapsed_us(a, b, &us), "two contexts");
+  moe_timer_destroy(a), moe_timer_destroy(b);
+  moe_context_destroy(ctx), moe_context_destroy(other);
+}
+
+TEST_MAIN()
