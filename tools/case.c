@@ -191,80 +191,125 @@ struct shape tensor_shape(const struct problem *p, enum tensor id) {
 
 /* ---- memory ---------------------------------------------------------------------------------------------------- */
 
+struct memory memory_of(moe_context *ctx) {
+  return (struct memory){ctx, moe_context_backend(ctx) != MOE_BACKEND_CPU};
+}
+
+/* Untouched pages cost nothing, so that a large image that nobody reads may exceed the host's memory. */
+static bool map_pages(struct span *span, size_t bytes, int protection) {
+  span->map_bytes = bytes;
+  span->map = mmap(NULL, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (span->map == MAP_FAILED) span->map = NULL;
+  return span->map != NULL;
+}
+
 /* The data sit flush against the unreadable page in front (START) or, up to 16-byte alignment, behind (END); the other
- * side and what alignment leaves is the band. */
-static bool span_guarded(struct span *span, size_t bytes, enum placement placement) {
+ * side and what alignment leaves is the band. Apart no page is unreadable, so that `lip` is a band in its stead. */
+static bool span_guarded(struct span *span, size_t bytes, enum placement placement, size_t lip) {
   const size_t page = (size_t)sysconf(_SC_PAGESIZE);
   const size_t room = (bytes + 15) / 16 * 16;
-  span->inner_bytes = (room + BAND + page - 1) / page * page;
-  span->map_bytes = span->inner_bytes + 2 * page;
-  span->map = mmap(NULL, span->map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (span->map == MAP_FAILED) {
-    span->map = NULL;
-    return false;
-  }
+  span->inner_bytes = (room + BAND + lip + page - 1) / page * page;
+  if (!map_pages(span, span->inner_bytes + 2 * page, PROT_NONE)) return false;
   span->inner = (unsigned char *)span->map + page;
   if (mprotect(span->inner, span->inner_bytes, PROT_READ | PROT_WRITE)) return false;
   memset(span->inner, BAND_BYTE, span->inner_bytes);
-  span->data = span->inner + (placement == PLACE_END ? span->inner_bytes - room : 0);
+  span->data = span->inner + (placement == PLACE_END ? span->inner_bytes - room - lip : lip);
   span->bytes = bytes;
   return true;
 }
 
 static bool span_plain(struct span *span, size_t bytes) {
   const size_t huge = (size_t)2 << 20; /* large pages, so that a timing is not one of the page table */
-  span->map_bytes = (bytes + huge) / huge * huge;
-  span->map = mmap(NULL, span->map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (span->map == MAP_FAILED) {
-    span->map = NULL;
-    return false;
-  }
+  if (!map_pages(span, (bytes + huge) / huge * huge, PROT_READ | PROT_WRITE)) return false;
   madvise(span->map, span->map_bytes, MADV_HUGEPAGE);
-  span->data = span->map;
-  span->bytes = bytes;
+  span->data = span->inner = span->map;
+  span->bytes = span->inner_bytes = bytes;
   return true;
 }
 
-static bool open_tensor(struct run *run, enum tensor id, size_t bytes, enum placement placement, int poison) {
+/* The image with its content. Plain inputs are read where they are. */
+static bool open_image(struct run *run, enum tensor id, size_t bytes, enum placement placement, int poison) {
   struct span *span = &run->span[id];
-  const void *source = id < T_SAVED ? run->sample->data[id] : NULL;
-  if (source && placement == PLACE_PLAIN && id < T_INPUTS && id != T_GLOBAL_COUNTS) {
-    *span = (struct span){.data = run->sample->data[id], .bytes = bytes, .borrowed = true};
+  void *source = id < T_SAVED ? run->sample->data[id] : NULL;
+  const bool plain = placement == PLACE_PLAIN;
+  if (source && plain && id < T_INPUTS && id != T_GLOBAL_COUNTS) {
+    *span = (struct span){.inner = source, .inner_bytes = bytes, .data = source, .bytes = bytes};
     return true;
   }
-  if (!(placement == PLACE_PLAIN ? span_plain(span, bytes) : span_guarded(span, bytes, placement)))
+  if (!(plain ? span_plain(span, bytes) : span_guarded(span, bytes, placement, run->memory.apart ? BAND : 0)))
     return false;
   if (source)
     memcpy(span->data, source, bytes);
-  else
+  else if (!(plain && run->memory.apart)) /* else the block alone is filled */
     memset(span->data, poison, bytes);
   return true;
 }
 
-bool run_open(struct run *run, const struct sample *sample, moe_plan *plan, enum placement placement,
-              int poison) {
-  *run = (struct run){.sample = sample, .plan = plan, .keep = sample->problem.backward};
-  run->saved_bytes = run->keep ? moe_plan_saved(plan, sample->problem.tokens) : 0;
-  run->workspace_bytes = moe_plan_workspace(plan, sample->problem.tokens);
-  for (int id = 0; id < T_SAVED; id++) {
-    const struct shape *shape = &sample->shape[id];
-    if (shape->present && !open_tensor(run, (enum tensor)id, shape_bytes(shape), placement, poison))
-      return false;
+static const char *open_block(struct run *run, enum tensor id, enum placement placement, int poison) {
+  struct span *span = &run->span[id];
+  moe_context *ctx = run->memory.ctx;
+  const bool filled = placement != PLACE_PLAIN || (id < T_SAVED && run->sample->data[id]);
+  if (!run->memory.apart) {
+    span->block = span->inner;
+    return NULL;
   }
-  return (!run->keep || open_tensor(run, T_SAVED, run->saved_bytes, placement, poison)) &&
-         open_tensor(run, T_WORKSPACE, run->workspace_bytes, placement, poison);
+  moe_status status = moe_memory_alloc(ctx, span->inner_bytes, &span->block);
+  if (status == MOE_OK)
+    status = filled ? moe_memory_copy(ctx, span->block, span->inner, span->inner_bytes)
+                    : moe_memory_fill(ctx, span->block, poison, span->inner_bytes);
+  return status == MOE_OK ? NULL : moe_last_error();
+}
+
+const char *run_open(struct run *run, const struct sample *sample, struct memory memory, moe_plan *plan,
+                     enum placement placement, int poison) {
+  const int64_t tokens = sample->problem.tokens;
+  *run = (struct run){.sample = sample, .memory = memory, .plan = plan, .keep = sample->problem.backward};
+  run->saved_bytes = run->keep ? moe_plan_saved(plan, tokens) : 0;
+  run->workspace_bytes = moe_plan_workspace(plan, tokens);
+  for (int i = 0; i < T_COUNT; i++) {
+    const enum tensor id = (enum tensor)i;
+    const struct shape *shape = &sample->shape[id];
+    if (id == T_SAVED ? !run->keep : id < T_SAVED && !shape->present) continue;
+    const size_t bytes = id == T_SAVED       ? run->saved_bytes
+                         : id == T_WORKSPACE ? run->workspace_bytes
+                                             : shape_bytes(shape);
+    if (!open_image(run, id, bytes, placement, poison)) return "memory was short";
+    const char *failure = open_block(run, id, placement, poison);
+    if (failure) return failure;
+  }
+  return NULL;
 }
 
 void run_close(struct run *run) {
-  for (int id = 0; id < T_COUNT; id++)
-    if (run->span[id].map) munmap(run->span[id].map, run->span[id].map_bytes);
+  for (int id = 0; id < T_COUNT; id++) {
+    struct span *span = &run->span[id];
+    if (run->memory.apart) moe_memory_free(run->memory.ctx, span->block);
+    if (span->map) munmap(span->map, span->map_bytes);
+  }
 }
 
 void *run_data(const struct run *run, enum tensor id) { return run->span[id].data; }
 
-void run_poison_workspace(struct run *run, int poison) {
-  struct span *span = &run->span[T_WORKSPACE];
-  if (span->bytes) memset(span->data, poison, span->bytes);
+void *run_block(const struct run *run, enum tensor id) {
+  const struct span *span = &run->span[id];
+  return span->block ? (unsigned char *)span->block + (span->data - span->inner) : NULL;
+}
+
+moe_status run_poison_workspace(struct run *run, int poison) {
+  return moe_memory_fill(run->memory.ctx, run_block(run, T_WORKSPACE), poison, run->span[T_WORKSPACE].bytes);
+}
+
+moe_status run_fetch_tensor(struct run *run, enum tensor id) {
+  const struct span *span = &run->span[id];
+  if (span->map == NULL || span->block == span->inner) return MOE_OK; /* borrowed, absent, or its own image */
+  return moe_memory_copy(run->memory.ctx, span->inner, span->block, span->inner_bytes);
+}
+
+/* Waits first: an error of a kernel is then its own and not one of the copy. */
+moe_status run_fetch(struct run *run) {
+  moe_status status = moe_synchronize(run->memory.ctx, NULL);
+  for (int id = 0; id < T_COUNT && status == MOE_OK; id++) status = run_fetch_tensor(run, (enum tensor)id);
+  return status;
 }
 
 static bool span_damaged(const struct span *span) {
@@ -290,18 +335,18 @@ enum tensor run_damaged(const struct run *run) {
 
 static moe_params params_of(const struct run *run) {
   moe_params params = MOE_PARAMS_INIT;
-  params.router_weight = run_data(run, T_ROUTER_WEIGHT);
-  params.router_bias = run_data(run, T_ROUTER_BIAS);
-  params.correction_bias = run_data(run, T_CORRECTION_BIAS);
-  params.w1 = run_data(run, T_W1);
-  params.b1 = run_data(run, T_B1);
-  params.w2 = run_data(run, T_W2);
-  params.b2 = run_data(run, T_B2);
-  params.shared_w1 = run_data(run, T_SHARED_W1);
-  params.shared_w2 = run_data(run, T_SHARED_W2);
-  params.shared_gate = run_data(run, T_SHARED_GATE);
-  params.latent_down = run_data(run, T_LATENT_DOWN);
-  params.latent_up = run_data(run, T_LATENT_UP);
+  params.router_weight = run_block(run, T_ROUTER_WEIGHT);
+  params.router_bias = run_block(run, T_ROUTER_BIAS);
+  params.correction_bias = run_block(run, T_CORRECTION_BIAS);
+  params.w1 = run_block(run, T_W1);
+  params.b1 = run_block(run, T_B1);
+  params.w2 = run_block(run, T_W2);
+  params.b2 = run_block(run, T_B2);
+  params.shared_w1 = run_block(run, T_SHARED_W1);
+  params.shared_w2 = run_block(run, T_SHARED_W2);
+  params.shared_gate = run_block(run, T_SHARED_GATE);
+  params.latent_down = run_block(run, T_LATENT_DOWN);
+  params.latent_up = run_block(run, T_LATENT_UP);
   return params;
 }
 
@@ -309,40 +354,40 @@ moe_status run_forward(struct run *run) {
   const moe_params params = params_of(run);
   moe_forward_args args = MOE_FORWARD_ARGS_INIT;
   args.tokens = run->sample->problem.tokens;
-  args.x = run_data(run, T_X);
+  args.x = run_block(run, T_X);
   args.params = &params;
-  args.logits = run_data(run, T_LOGITS);
-  args.given_ids = run_data(run, T_GIVEN_IDS);
-  args.given_weights = run_data(run, T_GIVEN_WEIGHTS);
-  args.row_offset = run_data(run, T_ROW_OFFSET);
-  args.padding_mask = run_data(run, T_MASK);
-  args.global_counts = run_data(run, T_GLOBAL_COUNTS);
-  args.out = run_data(run, T_OUT);
-  args.topk_ids = run_data(run, T_TOPK_IDS);
-  args.topk_weights = run_data(run, T_TOPK_WEIGHTS);
-  args.counts = run_data(run, T_COUNTS);
-  args.slot_row = run_data(run, T_SLOT_ROW);
-  args.losses = run_data(run, T_LOSSES);
-  args.saved = run_data(run, T_SAVED);
+  args.logits = run_block(run, T_LOGITS);
+  args.given_ids = run_block(run, T_GIVEN_IDS);
+  args.given_weights = run_block(run, T_GIVEN_WEIGHTS);
+  args.row_offset = run_block(run, T_ROW_OFFSET);
+  args.padding_mask = run_block(run, T_MASK);
+  args.global_counts = run_block(run, T_GLOBAL_COUNTS);
+  args.out = run_block(run, T_OUT);
+  args.topk_ids = run_block(run, T_TOPK_IDS);
+  args.topk_weights = run_block(run, T_TOPK_WEIGHTS);
+  args.counts = run_block(run, T_COUNTS);
+  args.slot_row = run_block(run, T_SLOT_ROW);
+  args.losses = run_block(run, T_LOSSES);
+  args.saved = run_block(run, T_SAVED);
   args.saved_bytes = run->saved_bytes;
-  args.workspace = run_data(run, T_WORKSPACE);
+  args.workspace = run_block(run, T_WORKSPACE);
   args.workspace_bytes = run->workspace_bytes;
   return moe_forward(run->plan, &args, NULL);
 }
 
 static moe_param_grads grads_of(const struct run *run) {
   moe_param_grads grads = MOE_PARAM_GRADS_INIT;
-  grads.router_weight = run_data(run, T_DROUTER_WEIGHT);
-  grads.router_bias = run_data(run, T_DROUTER_BIAS);
-  grads.w1 = run_data(run, T_DW1);
-  grads.b1 = run_data(run, T_DB1);
-  grads.w2 = run_data(run, T_DW2);
-  grads.b2 = run_data(run, T_DB2);
-  grads.shared_w1 = run_data(run, T_DSHARED_W1);
-  grads.shared_w2 = run_data(run, T_DSHARED_W2);
-  grads.shared_gate = run_data(run, T_DSHARED_GATE);
-  grads.latent_down = run_data(run, T_DLATENT_DOWN);
-  grads.latent_up = run_data(run, T_DLATENT_UP);
+  grads.router_weight = run_block(run, T_DROUTER_WEIGHT);
+  grads.router_bias = run_block(run, T_DROUTER_BIAS);
+  grads.w1 = run_block(run, T_DW1);
+  grads.b1 = run_block(run, T_DB1);
+  grads.w2 = run_block(run, T_DW2);
+  grads.b2 = run_block(run, T_DB2);
+  grads.shared_w1 = run_block(run, T_DSHARED_W1);
+  grads.shared_w2 = run_block(run, T_DSHARED_W2);
+  grads.shared_gate = run_block(run, T_DSHARED_GATE);
+  grads.latent_down = run_block(run, T_DLATENT_DOWN);
+  grads.latent_up = run_block(run, T_DLATENT_UP);
   return grads;
 }
 
@@ -351,20 +396,20 @@ moe_status run_backward(struct run *run) {
   const moe_param_grads grads = grads_of(run);
   moe_backward_args args = MOE_BACKWARD_ARGS_INIT;
   args.tokens = run->sample->problem.tokens;
-  args.x = run_data(run, T_X);
+  args.x = run_block(run, T_X);
   args.params = &params;
-  args.logits = run_data(run, T_LOGITS);
-  args.given_weights = run_data(run, T_GIVEN_WEIGHTS);
-  args.row_offset = run_data(run, T_ROW_OFFSET);
-  args.padding_mask = run_data(run, T_MASK);
-  args.dout = run_data(run, T_DOUT);
-  args.saved = run_data(run, T_SAVED);
+  args.logits = run_block(run, T_LOGITS);
+  args.given_weights = run_block(run, T_GIVEN_WEIGHTS);
+  args.row_offset = run_block(run, T_ROW_OFFSET);
+  args.padding_mask = run_block(run, T_MASK);
+  args.dout = run_block(run, T_DOUT);
+  args.saved = run_block(run, T_SAVED);
   args.saved_bytes = run->saved_bytes;
-  args.workspace = run_data(run, T_WORKSPACE);
+  args.workspace = run_block(run, T_WORKSPACE);
   args.workspace_bytes = run->workspace_bytes;
-  args.dx = run_data(run, T_DX);
-  args.dlogits = run_data(run, T_DLOGITS);
-  args.dtopk_weights = run_data(run, T_DTOPK_WEIGHTS);
+  args.dx = run_block(run, T_DX);
+  args.dlogits = run_block(run, T_DLOGITS);
+  args.dtopk_weights = run_block(run, T_DTOPK_WEIGHTS);
   args.grads = &grads;
   args.accumulate = run->sample->problem.accumulate;
   return moe_backward(run->plan, &args, NULL);

@@ -3,9 +3,14 @@
  * A problem made real: random data (a sample), and the buffers of one call of the library on it (a run).
  *
  * All arrays of both are found by a tensor id, so that filling, guarding, comparing and mutating are loops and not lists.
- * A sample depends on nothing but the problem: the n-th number of a tensor is a function of seed, tensor and n. */
+ * A sample depends on nothing but the problem: the n-th number of a tensor is a function of seed, tensor and n.
+ *
+ * The library works on blocks, the tool on their images in host memory. On the CPU a block is its image; where the back
+ * end has memory of its own, run_open copies each image into its block, bands and filling included, and run_fetch copies
+ * it back. */
 #pragma once
 
+#include "moeblas_ops.h"
 #include "problem.h"
 
 enum tensor {
@@ -102,7 +107,15 @@ void sample_free(struct sample *sample);
 
 /* ---- one call -------------------------------------------------------------------------------------------------- */
 
-/* Where a buffer lies: between its guard band and an unreadable page, before or behind it; or plainly, for timing. */
+/* Memory that the library works on. apart: it is not the host's, blocks and images are two. */
+struct memory {
+  moe_context *ctx;
+  bool apart;
+};
+struct memory memory_of(moe_context *ctx);
+
+/* Where an image lies: between its guard band and an unreadable page, before or behind it; or plainly, for timing. Apart,
+ * nothing is unreadable, and there is a band on both sides. */
 enum placement {
   PLACE_PLAIN,
   PLACE_END,
@@ -110,17 +123,18 @@ enum placement {
 };
 
 struct span {
-  void *map;
+  void *map; /* NULL: the image is the sample's */
   size_t map_bytes;
-  unsigned char *inner; /* the readable part of the map: band and data */
+  unsigned char *inner; /* the image, the readable part of the map: bands and data */
   size_t inner_bytes;
   unsigned char *data;
   size_t bytes;
-  bool borrowed; /* data is the sample's */
+  void *block; /* what the library has: inner itself, unless apart */
 };
 
 struct run {
   const struct sample *sample;
+  struct memory memory;
   moe_plan *plan; /* of the caller */
   struct span span[T_COUNT];
   size_t saved_bytes; /* as told to the library; the caller may lie about them */
@@ -128,14 +142,20 @@ struct run {
   bool keep; /* forward leaves `saved` for backward */
 };
 
-/* Makes the buffers: inputs copied (plain: borrowed), results, saved and workspace filled with `poison`. False: no memory. */
-bool run_open(struct run *run, const struct sample *sample, moe_plan *plan, enum placement placement,
-              int poison);
+/* Makes the buffers: inputs copied (plain: borrowed), results, saved and workspace filled with `poison`. NULL, or why they
+ * could not be had; run_close is due in either case. */
+const char *run_open(struct run *run, const struct sample *sample, struct memory memory, moe_plan *plan,
+                     enum placement placement, int poison);
 void run_close(struct run *run);
-void *run_data(const struct run *run, enum tensor id); /* NULL if the problem has no such tensor */
-moe_status run_forward(struct run *run);
+/* NULL if the problem has no such tensor. The image is what the tool reads, the block's data are what the library gets. */
+void *run_data(const struct run *run, enum tensor id);
+void *run_block(const struct run *run, enum tensor id);
+moe_status run_forward(struct run *run); /* may still be at work when it returns, until run_fetch */
 moe_status run_backward(struct run *run);
 /* Fills the workspace with `poison` anew: backward may not count on what forward left there. */
-void run_poison_workspace(struct run *run, int poison);
+moe_status run_poison_workspace(struct run *run, int poison);
+/* Brings the image of one tensor, or of all, up to date. */
+moe_status run_fetch_tensor(struct run *run, enum tensor id);
+moe_status run_fetch(struct run *run);
 /* The tensor whose surroundings, or whose data as an input, were written to; T_COUNT if none. */
 enum tensor run_damaged(const struct run *run);

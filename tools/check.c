@@ -4,7 +4,8 @@
  *
  * A problem is run twice on the same data. In the first run every buffer ends at an unreadable page and what may not be
  * read is filled with NaN; in the second it starts at one and the filling is zero. Both must leave the guard bands and the
- * inputs alone and give the same bits; the first is compared with the oracle. One byte of workspace less is refused. */
+ * inputs alone and give the same bits; the first is compared with the oracle. One byte of workspace less is refused. On a
+ * back end with memory of its own bands stand for the pages. */
 #include "check.h"
 
 #include <math.h>
@@ -72,18 +73,26 @@ static bool succeeded(moe_status status, const char *call, struct verdict *v) {
   return false;
 }
 
+static bool opened(struct run *run, const struct sample *sample, moe_context *ctx, moe_plan *plan,
+                   enum placement placement, int poison, struct verdict *v) {
+  const char *failure = run_open(run, sample, memory_of(ctx), plan, placement, poison);
+  if (failure) snprintf(v->text, sizeof v->text, "%s", failure);
+  v->broken = failure != NULL;
+  return failure == NULL;
+}
+
 bool check_calls(struct run *run, int poison, struct verdict *v) {
   if (!succeeded(run_forward(run), "moe_forward", v)) return false;
-  run_poison_workspace(run, poison);
-  return !run->sample->problem.backward || succeeded(run_backward(run), "moe_backward", v);
+  if (!succeeded(run_poison_workspace(run, poison), "after moe_forward", v)) return false;
+  if (run->sample->problem.backward && !succeeded(run_backward(run), "moe_backward", v)) return false;
+  return succeeded(run_fetch(run), "after the calls", v);
 }
 
 bool check_run(moe_context *ctx, const struct sample *sample, struct run *run, struct verdict *v) {
   moe_plan *plan = check_plan(ctx, &sample->problem, v);
   *run = (struct run){0};
   if (plan == NULL) return false;
-  v->broken = !run_open(run, sample, plan, PLACE_START, 0xff);
-  if (!v->broken && check_calls(run, 0xff, v)) return true;
+  if (opened(run, sample, ctx, plan, PLACE_START, 0xff, v) && check_calls(run, 0xff, v)) return true;
   check_run_close(run);
   return false;
 }
@@ -127,11 +136,10 @@ static void check_equal(const struct run *a, const struct run *b, struct verdict
   }
 }
 
-static void check_twice(const struct sample *sample, moe_plan *plan, struct verdict *v) {
+static void check_twice(const struct sample *sample, moe_context *ctx, moe_plan *plan, struct verdict *v) {
   struct run first, second = {0};
-  if (!run_open(&first, sample, plan, PLACE_END, 0xff) || !run_open(&second, sample, plan, PLACE_START, 0)) {
-    v->broken = true;
-  } else {
+  if (opened(&first, sample, ctx, plan, PLACE_END, 0xff, v) &&
+      opened(&second, sample, ctx, plan, PLACE_START, 0, v)) {
     check_refusals(&first, v);
     if (check_calls(&first, 0xff, v) && check_calls(&second, 0, v)) {
       check_damage(&first, v);
@@ -158,7 +166,7 @@ struct job {
 static void check_problem(struct job *job, const struct sample *sample, struct verdict *v) {
   moe_plan *plan = check_plan(job->ctx, &sample->problem, v);
   if (plan == NULL) return;
-  check_twice(sample, plan, v);
+  check_twice(sample, job->ctx, plan, v);
   if (job->bitwise && !v->failed && !v->broken) check_bitwise(job->ctx, sample, v);
   moe_plan_destroy(plan);
 }
@@ -227,7 +235,7 @@ static int take_sample(struct job *job, const char *text, const struct sample *s
   struct verdict v = {.row = -1};
   if (job->mutate) return take_mutations(job, text, sample);
   check_problem(job, sample, &v);
-  if (v.broken) return cli_fail("check", CLI_IO, "%s: memory was short", text);
+  if (v.broken) return cli_fail("check", CLI_IO, "%s: %s", text, v.text[0] ? v.text : "memory was short");
   print_verdict(job, text, &v);
   *(v.refused ? &job->refused : v.failed ? &job->failed : &job->passed) += 1;
   return CLI_GO_ON;
@@ -275,8 +283,10 @@ int cmd_check(int argc, char **argv) {
   struct job job = {.backend_name = "auto", .seed = 1, .out = {.stream = NULL}};
   const struct option options[] = {
       {"--backend", "NAME", "auto, cpu or cuda", OPTION_TEXT, &job.backend_name, 0, 0},
-      {"--threads", "N", "of the CPU back end; 0: all", OPTION_INTEGER, &job.threads, 0, 4096},
-      {"--bitwise", NULL, "what must be equal to the bit is, too", OPTION_FLAG, &job.bitwise, 0, 0},
+      {"--threads", "N", "of the CPU back end; 0: all. CUDA: the device", OPTION_INTEGER, &job.threads, 0,
+       4096},
+      {"--bitwise", NULL, "what must be equal to the bit is, too; on the CPU also for 1 .. 4 threads",
+       OPTION_FLAG, &job.bitwise, 0, 0},
       {"--mutate", NULL, "plant errors; one that goes unnoticed fails", OPTION_FLAG, &job.mutate, 0, 0},
       {"--random", "N", "N random problems as well", OPTION_INTEGER, &job.random, 0, 1e9},
       {"--seed", "S", "of --random", OPTION_INTEGER, &job.seed, 0, 1e18},
