@@ -2,7 +2,8 @@
  *
  * moeblas bench: times the whole layer, and each op alone, on problems, and sets the times against two floors: operations
  * over the rate of a large dense product, bytes that must move over the rate of a large copy, both measured in the same
- * run. Medians with the spread between the quartiles; random data; nothing is allocated while the clock runs. */
+ * run. Medians with the spread between the quartiles; random data; nothing is allocated or copied to or from a device while
+ * the clock runs, which is the back end's own. */
 #include "bench.h"
 
 #include <stdlib.h>
@@ -30,16 +31,22 @@ static int compare_doubles(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
+static moe_status time_once(const struct bench *bench, bench_call call, void *context, double *us) {
+  moe_status status = moe_timer_record(bench->from, NULL);
+  if (status == MOE_OK) status = call(context);
+  if (status == MOE_OK) status = moe_timer_record(bench->to, NULL);
+  return status == MOE_OK ? moe_timer_elapsed_us(bench->from, bench->to, us) : status;
+}
+
 moe_status bench_time(const struct bench *bench, bench_call call, void *context, struct timing *timing) {
   double times[MOST_REPEATS];
   int count = 0;
   moe_status status = call(context);
+  if (status == MOE_OK) status = moe_synchronize(bench->ctx, NULL);
   const double start = now_us();
   while (status == MOE_OK && count < (int)bench->repeat) {
-    const double before = now_us();
-    if (count >= LEAST_REPEATS && before - start > bench->seconds * 1e6) break;
-    status = call(context);
-    times[count++] = now_us() - before;
+    if (count >= LEAST_REPEATS && now_us() - start > bench->seconds * 1e6) break;
+    status = time_once(bench, call, context, &times[count++]);
   }
   if (status != MOE_OK) return status;
   qsort(times, (size_t)count, sizeof *times, compare_doubles);
@@ -54,7 +61,7 @@ static const char csv_header[] =
     "date,commit,problem,pass,impl,time_us,tflops,gbps,pct_of_floor,launches,peak_mib,spread_pct,note\n";
 
 struct rates {
-  double tflops, gbps, pct_of_floor, pct_of_sgemm;
+  double tflops, gbps, pct_of_floor, pct_of_dense;
   bool compute_bound;
 };
 
@@ -64,7 +71,7 @@ static struct rates rates_of(const struct bench *bench, const struct bench_line 
   return (struct rates){.tflops = line->flops / us * 1e-6,
                         .gbps = line->bytes / us * 1e-3,
                         .pct_of_floor = 100 * (compute_us > memory_us ? compute_us : memory_us) / us,
-                        .pct_of_sgemm = 100 * compute_us / us,
+                        .pct_of_dense = 100 * compute_us / us,
                         .compute_bound = compute_us > memory_us};
 }
 
@@ -81,27 +88,27 @@ static void report_json(struct bench *bench, const char *problem, const struct b
   json_real(out, "gbps", r->gbps);
   json_text(out, "floor", r->compute_bound ? "compute" : "memory");
   json_real(out, "pct_of_floor", r->pct_of_floor);
-  json_real(out, "pct_of_sgemm", r->pct_of_sgemm);
+  json_real(out, "pct_of_dense", r->pct_of_dense);
   json_real(out, "peak_mib", line->peak_mib);
   json_close(out, '}');
 }
 
-/* The column `launches` is for GPUs and stays empty here. */
+/* The column `launches` is for implementations that can count them, which the library cannot. */
 void bench_report(struct bench *bench, const char *problem, const struct bench_line *line) {
   const struct rates r = rates_of(bench, line);
   if (bench->json)
     report_json(bench, problem, line, &r);
   else if (bench->csv)
-    printf("%s,%s,%s,%s,%s,%.1f,%.6f,%.3f,%.1f,,%.1f,%.1f,%s floor; pct_of_sgemm %.1f\n", bench->date,
+    printf("%s,%s,%s,%s,%s,%.1f,%.6f,%.3f,%.1f,,%.1f,%.1f,%s floor; pct_of_dense %.1f\n", bench->date,
            bench->commit, problem, line->pass, line->impl, line->time.median_us, r.tflops, r.gbps,
            r.pct_of_floor, line->peak_mib, line->time.spread_pct, r.compute_bound ? "compute" : "memory",
-           r.pct_of_sgemm);
+           r.pct_of_dense);
   else
     printf(
-        "  %-3s %-14s %12.1f us +-%4.1f%%  %9.2f %s  %7.2f GB/s  %5.1f%% of the %s floor  %5.1f%% of sgemm\n",
+        "  %-3s %-14s %12.1f us +-%4.1f%%  %9.2f %s  %7.2f GB/s  %5.1f%% of the %s floor  %5.1f%% of dense\n",
         line->pass, line->impl, line->time.median_us, line->time.spread_pct / 2,
         r.tflops >= 1 ? r.tflops : 1000 * r.tflops, r.tflops >= 1 ? "TFLOP/s" : "GFLOP/s", r.gbps,
-        r.pct_of_floor, r.compute_bound ? "compute" : "memory ", r.pct_of_sgemm);
+        r.pct_of_floor, r.compute_bound ? "compute" : "memory ", r.pct_of_dense);
   fflush(stdout);
 }
 
@@ -146,9 +153,11 @@ static moe_status call_backward(void *run) { return run_backward(run); }
 
 static int bench_layer(struct bench *bench, const char *problem, struct run *run) {
   const struct problem *p = &run->sample->problem;
-  struct bench_line line = {.impl = "layer", .pass = "fwd"};
+  struct bench_line line = {.impl = "moeblas", .pass = "fwd"};
   line.peak_mib = (double)(run->workspace_bytes + run->saved_bytes) / (1 << 20);
   moe_status status = bench_time(bench, call_forward, run, &line.time);
+  if (status == MOE_OK) status = run_fetch_tensor(run, T_SLOT_ROW);
+  if (status == MOE_OK) status = run_fetch_tensor(run, T_COUNTS);
   if (status != MOE_OK) return cli_fail_status("bench", status);
   const struct load load = load_of(run);
   line.flops = layer_flops(p, &load);
@@ -171,9 +180,9 @@ static int bench_sample(struct bench *bench, const char *text, const struct samp
   const moe_status status = moe_plan_create(&plan, bench->ctx, &sample->problem.config);
   if (status != MOE_OK) return cli_fail_status("bench", status);
   if (!bench->json && !bench->csv) printf("%s\n", text);
-  const int code = run_open(&run, sample, plan, PLACE_PLAIN, 0)
-                       ? bench_layer(bench, text, &run)
-                       : cli_fail("bench", CLI_IO, "%s: memory was short", text);
+  const char *failure = run_open(&run, sample, memory_of(bench->ctx), plan, PLACE_PLAIN, 0);
+  const int code =
+      failure ? cli_fail("bench", CLI_IO, "%s: %s", text, failure) : bench_layer(bench, text, &run);
   run_close(&run);
   moe_plan_destroy(plan);
   return code;
@@ -216,15 +225,21 @@ static void begin(struct bench *bench) {
   json_real(&bench->out, "ceiling_gflops", c->flops * 1e-9);
   json_text(&bench->out, "ceiling_gflops_by", c->flops_by);
   json_real(&bench->out, "ceiling_gbps", c->bytes * 1e-9);
+  json_text(&bench->out, "ceiling_gbps_by", c->bytes_by);
   json_open(&bench->out, "lines", '[');
-  if (bench->csv) printf("%s", csv_header);
+  if (bench->csv)
+    printf("%s%s,%s,ceiling,,%s,,%.6f,,,,,,\n%s,%s,ceiling,,%s,,,%.3f,,,,,\n", csv_header, bench->date,
+           bench->commit, c->flops_by, c->flops * 1e-12, bench->date, bench->commit, c->bytes_by,
+           c->bytes * 1e-9);
   if (!bench->json && !bench->csv)
-    printf("ceilings on %d threads: %.1f GFLOP/s (%s), copy %.1f GB/s\n", moe_context_units(bench->ctx),
-           c->flops * 1e-9, c->flops_by, c->bytes * 1e-9);
+    printf("ceilings on %d %s: %.1f GFLOP/s (%s), %.1f GB/s (%s)\n", moe_context_units(bench->ctx),
+           moe_context_backend(bench->ctx) == MOE_BACKEND_CPU ? "threads" : "multiprocessors",
+           c->flops * 1e-9, c->flops_by, c->bytes * 1e-9, c->bytes_by);
 }
 
 static int run_bench(struct bench *bench, char **arguments, int count) {
-  if (!bench_ceilings(bench)) return cli_fail("bench", CLI_IO, "the ceilings: memory was short");
+  const char *failure = bench_ceilings(bench);
+  if (failure) return cli_fail("bench", CLI_IO, "the ceilings: %s", failure);
   begin(bench);
   const int code = problem_list("bench", arguments, count, take_problem, bench);
   json_close(&bench->out, ']');
@@ -236,7 +251,8 @@ int cmd_bench(int argc, char **argv) {
   struct bench bench = {.backend_name = "auto", .repeat = 20, .seconds = 2};
   const struct option options[] = {
       {"--backend", "NAME", "auto, cpu or cuda", OPTION_TEXT, &bench.backend_name, 0, 0},
-      {"--threads", "N", "of the CPU back end; 0: all", OPTION_INTEGER, &bench.threads, 0, 4096},
+      {"--threads", "N", "of the CPU back end; 0: all. CUDA: the device", OPTION_INTEGER, &bench.threads, 0,
+       4096},
       {"--repeat", "N", "timed calls at most (20)", OPTION_INTEGER, &bench.repeat, LEAST_REPEATS,
        MOST_REPEATS},
       {"--seconds", "S", "end after S seconds and 3 calls (2)", OPTION_REAL, &bench.seconds, 0, 3600},
@@ -255,9 +271,13 @@ int cmd_bench(int argc, char **argv) {
   if (bench.csv && bench.json) return cli_fail("bench", CLI_USAGE, "--csv and --json exclude each other");
   if (count == 0)
     return cli_fail("bench", CLI_USAGE, "wants a problem or @FILE; moeblas bench --help explains them");
-  const moe_status status = moe_context_create(&bench.ctx, backend, (int)bench.threads);
+  moe_status status = moe_context_create(&bench.ctx, backend, (int)bench.threads);
   if (status != MOE_OK) return cli_fail_status("bench", status);
-  code = run_bench(&bench, argv + 1, count);
+  status = moe_timer_create(bench.ctx, &bench.from);
+  if (status == MOE_OK) status = moe_timer_create(bench.ctx, &bench.to);
+  code = status == MOE_OK ? run_bench(&bench, argv + 1, count) : cli_fail_status("bench", status);
+  moe_timer_destroy(bench.from);
+  moe_timer_destroy(bench.to);
   moe_context_destroy(bench.ctx);
   return code;
 }

@@ -12,9 +12,10 @@ struct timing {
 
 /* What the machine can do, measured in the same run. */
 struct ceilings {
-  double flops; /* per second, of a large dense fp32 product */
+  double flops; /* per second, of a large dense product */
   const char *flops_by;
-  double bytes; /* per second, read and written, of a large copy on all threads */
+  double bytes; /* per second, read and written, of a large copy */
+  const char *bytes_by;
 };
 
 struct bench {
@@ -23,6 +24,7 @@ struct bench {
   double seconds;
   bool csv, json;
   moe_context *ctx;
+  moe_timer *from, *to;
   struct ceilings ceilings;
   struct json out;
   char date[16];
@@ -32,7 +34,7 @@ struct bench {
 /* One thing that was timed. */
 struct bench_line {
   const char *pass; /* "fwd" or "bwd" */
-  const char *impl; /* "layer", or the op */
+  const char *impl; /* "moeblas", the whole layer, or the op */
   double flops;
   double bytes; /* that must move: inputs and weights once, results once */
   struct timing time;
@@ -40,12 +42,13 @@ struct bench_line {
 };
 
 typedef moe_status (*bench_call)(void *context);
-/* Median of up to `repeat` calls within `seconds`, at least 3, after one that is not counted. */
+/* Median of up to `repeat` calls within `seconds`, at least 3, after one that is not counted, by the clock of the back
+ * end. */
 moe_status bench_time(const struct bench *bench, bench_call call, void *context, struct timing *timing);
 void bench_report(struct bench *bench, const char *problem, const struct bench_line *line);
 
-/* False: memory was short, or the library failed. */
-bool bench_ceilings(struct bench *bench);
+/* NULL, or why they could not be measured. */
+const char *bench_ceilings(struct bench *bench);
 
 /* Rows that have an expert, and experts that have rows, after a forward call. */
 struct load {

@@ -1,27 +1,102 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The ceilings that times are set against. Dense product: OpenBLAS where the build has it (a serial library, so each thread
- * multiplies a slice of its own), else moe_gemm with one expert. Copy: memcpy of a slice on each thread, far larger than
- * any cache; it reads and writes, so it counts twice. */
+ * The ceilings that times are set against. On the CPU: a dense fp32 product by OpenBLAS where the build has it (a serial
+ * library, so each thread multiplies a slice of its own), else by moe_gemm with one expert; memcpy of a slice on each
+ * thread. On a device: a dense bf16 product by moe_gemm, and moe_copy from device memory to device memory. A copy is far
+ * larger than any cache; it reads and writes, so it counts twice. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "bench.h"
-#include "moeblas_ops.h"
 
 enum {
   SIDE = 2048,
-  COPY_BYTES = 1 << 28
+  DEVICE_SIDE = 8192,
+  COPY_BYTES = 1 << 28,
+  DEVICE_COPY_BYTES = 1 << 30
 };
 
-struct product {
+/* ---- by the library -------------------------------------------------------------------------------------------- */
+
+/* Memory of the back end, in it random numbers of size 1/2 to 1, of either sign: neither zeros nor subnormals. */
+static void *random_block(moe_context *ctx, moe_dtype dtype, size_t bytes) {
+  const uint32_t keep = dtype == MOE_FP32 ? 0x807fffff : 0x807f807f;
+  const uint32_t set = dtype == MOE_FP32 ? 0x3f000000 : 0x3f003f00;
+  uint32_t *words = malloc(bytes), state = 1;
+  void *block = NULL;
+  bool good = words != NULL && moe_memory_alloc(ctx, bytes, &block) == MOE_OK;
+  for (size_t i = 0; good && i < bytes / sizeof *words; i++) {
+    state ^= state << 13, state ^= state >> 17, state ^= state << 5; /* Marsaglia's xorshift32 */
+    words[i] = (state & keep) | set;
+  }
+  good = good && moe_memory_copy(ctx, block, words, bytes) == MOE_OK;
+  free(words);
+  if (good) return block;
+  moe_memory_free(ctx, block);
+  return NULL;
+}
+
+struct dense {
   moe_context *ctx;
+  moe_gemm_args args;
+};
+
+static moe_status multiply_dense(void *context) {
+  const struct dense *d = context;
+  return moe_gemm(d->ctx, &d->args, NULL);
+}
+
+static bool measure_dense(struct bench *bench, int64_t side, moe_dtype dtype, const char *name) {
+  const size_t bytes = (size_t)(side * side) * moe_dtype_bytes(dtype);
+  struct dense d = {bench->ctx, {.size = sizeof d.args, .rows = side, .n = side, .k = side, .experts = 1}};
+  struct timing time;
+  void *a = random_block(bench->ctx, dtype, bytes), *b = random_block(bench->ctx, dtype, bytes);
+  d.args.a = a;
+  d.args.b = b;
+  d.args.a_dtype = d.args.b_dtype = d.args.d_dtype = dtype;
+  bool good = a && b && moe_memory_alloc(bench->ctx, bytes, &d.args.d) == MOE_OK;
+  d.args.scratch_bytes = good ? moe_gemm_scratch(bench->ctx, &d.args) : 0;
+  good = good && moe_memory_alloc(bench->ctx, d.args.scratch_bytes, &d.args.scratch) == MOE_OK;
+  good = good && bench_time(bench, multiply_dense, &d, &time) == MOE_OK;
+  const double s = (double)side;
+  if (good) bench->ceilings.flops = 2 * s * s * s / time.median_us * 1e6;
+  bench->ceilings.flops_by = name;
+  void *blocks[] = {a, b, d.args.d, d.args.scratch};
+  for (int i = 0; i < 4; i++) moe_memory_free(bench->ctx, blocks[i]);
+  return good;
+}
+
+struct block_copy {
+  moe_context *ctx;
+  moe_copy_args args;
+};
+
+static moe_status copy_block(void *context) {
+  const struct block_copy *c = context;
+  return moe_copy(c->ctx, &c->args, NULL);
+}
+
+static bool measure_block_copy(struct bench *bench) {
+  struct block_copy c = {bench->ctx, {.size = sizeof c.args, .bytes = DEVICE_COPY_BYTES}};
+  struct timing time;
+  void *from = random_block(bench->ctx, MOE_FP32, DEVICE_COPY_BYTES);
+  c.args.src = from;
+  const bool good = from && moe_memory_alloc(bench->ctx, DEVICE_COPY_BYTES, &c.args.dst) == MOE_OK &&
+                    bench_time(bench, copy_block, &c, &time) == MOE_OK;
+  if (good) bench->ceilings.bytes = 2.0 * DEVICE_COPY_BYTES / time.median_us * 1e6;
+  bench->ceilings.bytes_by = "moe_copy within the device";
+  moe_memory_free(bench->ctx, from);
+  moe_memory_free(bench->ctx, c.args.dst);
+  return good;
+}
+
+/* ---- by the host ----------------------------------------------------------------------------------------------- */
+
+#ifdef MOE_HAVE_OPENBLAS
+struct product {
   int threads;
   float *a, *b, *c;
 };
-
-#ifdef MOE_HAVE_OPENBLAS
-static const char product_name[] = "OpenBLAS sgemm";
 
 extern void sgemm_(const char *transa, const char *transb, const int *m, const int *n, const int *k,
                    const float *alpha, const float *a, const int *lda, const float *b, const int *ldb,
@@ -43,26 +118,8 @@ static moe_status multiply(void *context) {
   }
   return MOE_OK;
 }
-#else
-static const char product_name[] = "moe_gemm, dense fp32";
-
-static moe_status multiply(void *context) {
-  const struct product *p = context;
-  moe_gemm_args args = {.size = sizeof args, .rows = SIDE, .n = SIDE, .k = SIDE, .experts = 1};
-  args.a = p->a;
-  args.b = p->b;
-  args.d = p->c;
-  args.a_dtype = args.b_dtype = args.d_dtype = MOE_FP32;
-  args.scratch_bytes = moe_gemm_scratch(p->ctx, &args);
-  args.scratch = malloc(args.scratch_bytes + 1);
-  if (args.scratch == NULL) return MOE_ERROR_MEMORY;
-  const moe_status status = moe_gemm(p->ctx, &args, NULL);
-  free(args.scratch);
-  return status;
-}
-#endif
-
-static bool measure_product(struct bench *bench, struct product *p) {
+static bool measure_product(struct bench *bench) {
+  struct product product = {.threads = moe_context_units(bench->ctx)}, *p = &product;
   const size_t count = (size_t)SIDE * SIDE;
   struct timing time;
   p->a = malloc(count * sizeof *p->a);
@@ -75,11 +132,17 @@ static bool measure_product(struct bench *bench, struct product *p) {
   }
   good = good && bench_time(bench, multiply, p, &time) == MOE_OK;
   if (good) bench->ceilings.flops = 2.0 * SIDE * SIDE * SIDE / time.median_us * 1e6;
+  bench->ceilings.flops_by = "OpenBLAS sgemm";
   free(p->a);
   free(p->b);
   free(p->c);
   return good;
 }
+#else
+static bool measure_product(struct bench *bench) {
+  return measure_dense(bench, SIDE, MOE_FP32, "dense fp32 moe_gemm 2048^3");
+}
+#endif
 
 struct copy {
   int threads;
@@ -94,7 +157,8 @@ static moe_status copy_slices(void *context) {
   return MOE_OK;
 }
 
-static bool measure_copy(struct bench *bench, struct copy *c) {
+static bool measure_copy(struct bench *bench) {
+  struct copy copy = {.threads = moe_context_units(bench->ctx)}, *c = &copy;
   struct timing time;
   c->from = malloc(COPY_BYTES);
   c->to = malloc(COPY_BYTES);
@@ -102,15 +166,17 @@ static bool measure_copy(struct bench *bench, struct copy *c) {
   if (good) memset(c->from, 1, COPY_BYTES); /* untouched pages all map to one of zeros */
   good = good && bench_time(bench, copy_slices, c, &time) == MOE_OK;
   if (good) bench->ceilings.bytes = 2.0 * COPY_BYTES / time.median_us * 1e6;
+  bench->ceilings.bytes_by = "memcpy";
   free(c->from);
   free(c->to);
   return good;
 }
 
-bool bench_ceilings(struct bench *bench) {
-  const int threads = moe_context_units(bench->ctx);
-  struct product product = {.ctx = bench->ctx, .threads = threads};
-  struct copy copy = {.threads = threads};
-  bench->ceilings.flops_by = product_name;
-  return measure_product(bench, &product) && measure_copy(bench, &copy);
+const char *bench_ceilings(struct bench *bench) {
+  if (moe_context_backend(bench->ctx) == MOE_BACKEND_CPU)
+    return measure_product(bench) && measure_copy(bench) ? NULL : "memory was short";
+  return measure_dense(bench, DEVICE_SIDE, MOE_BF16, "dense bf16 moe_gemm 8192^3") &&
+                 measure_block_copy(bench)
+             ? NULL
+             : moe_last_error();
 }

@@ -3,7 +3,6 @@
  * Each op of the layer alone, with the sizes, the data and the row map that the layer has: where its time goes. The routed
  * experts and the router only; the shared expert and the latent projections are the same ops once more. */
 #include <math.h>
-#include <stdlib.h>
 
 #include "bench.h"
 #include "moeblas_ops.h"
@@ -23,14 +22,16 @@ struct ops {
   void *h, *a, *y, *dh, *wa, *dx_rows;
   void *block[16]; /* all of the above, to be freed */
   int blocks;
-  bool failed; /* an allocation did */
+  bool failed; /* an allocation did, with a sentence of the library */
 };
 
 static void *take(struct ops *o, int64_t count, size_t bytes) {
-  void *block = calloc((size_t)count + 1, bytes);
-  if (block == NULL) o->failed = true;
-  o->block[o->blocks++] = block;
-  return block;
+  moe_context *ctx = o->bench->ctx;
+  void **block = &o->block[o->blocks++];
+  const size_t size = ((size_t)count + 1) * bytes;
+  if (moe_memory_alloc(ctx, size, block) != MOE_OK || moe_memory_fill(ctx, *block, 0, size) != MOE_OK)
+    o->failed = true;
+  return *block;
 }
 
 /* ---- timing one op --------------------------------------------------------------------------------------------- */
@@ -70,11 +71,10 @@ static int time_op(struct ops *o, const char *pass, const char *name, bench_call
     moe_##name##_args args_ = {.size = sizeof args_, __VA_ARGS__};                                       \
     args_.scratch_bytes = moe_##name##_scratch((o)->bench->ctx, &args_);                                 \
     if (args_.scratch_bytes == SIZE_MAX) return cli_fail_status("bench", MOE_ERROR_INTERNAL);            \
-    args_.scratch = args_.scratch_bytes ? malloc(args_.scratch_bytes) : NULL;                            \
-    if (args_.scratch_bytes && !args_.scratch)                                                           \
-      return cli_fail("bench", CLI_IO, "%s: memory was short", label);                                   \
+    const moe_status had_ = moe_memory_alloc((o)->bench->ctx, args_.scratch_bytes, &args_.scratch);      \
+    if (had_ != MOE_OK) return cli_fail_status("bench", had_);                                           \
     const int code_ = time_op((o), pass, label, call_##name, &args_, args_.scratch_bytes, flops, bytes); \
-    free(args_.scratch);                                                                                 \
+    moe_memory_free((o)->bench->ctx, args_.scratch);                                                     \
     if (code_ != CLI_GO_ON) return code_;                                                                \
   } while (0)
 
@@ -88,21 +88,22 @@ static int time_router(struct ops *o) {
   if (product)
     TIME(o, "fwd", "router", gemm, 2 * tokens * experts * hidden,
          o->element * (tokens + experts) * hidden + 4 * tokens * experts, .rows = o->p->tokens,
-         .n = c->experts, .k = c->hidden, .experts = 1, .a = run_data(o->run, T_X), .a_dtype = c->dtype,
-         .b = run_data(o->run, T_ROUTER_WEIGHT), .b_dtype = router, .d = o->logits, .d_dtype = MOE_FP32);
+         .n = c->experts, .k = c->hidden, .experts = 1, .a = run_block(o->run, T_X), .a_dtype = c->dtype,
+         .b = run_block(o->run, T_ROUTER_WEIGHT), .b_dtype = router, .d = o->logits, .d_dtype = MOE_FP32);
   if (problem_routed(o->p))
-    TIME(o, "fwd", "route", route, 0, tokens * (4 * experts + 8 * (double)c->topk), .tokens = o->p->tokens,
-         .experts = c->experts, .topk = c->topk, .router = &c->router,
-         .logits = product ? o->logits : run_data(o->run, T_LOGITS),
-         .logits_dtype = product ? MOE_FP32 : c->logits_dtype, .router_bias = run_data(o->run, T_ROUTER_BIAS),
-         .correction_bias = run_data(o->run, T_CORRECTION_BIAS), .given_ids = run_data(o->run, T_GIVEN_IDS),
-         .padding_mask = run_data(o->run, T_MASK), .ids = o->ids, .weights = o->weights, .counts = o->counts);
+    TIME(
+        o, "fwd", "route", route, 0, tokens * (4 * experts + 8 * (double)c->topk), .tokens = o->p->tokens,
+        .experts = c->experts, .topk = c->topk, .router = &c->router,
+        .logits = product ? o->logits : run_block(o->run, T_LOGITS),
+        .logits_dtype = product ? MOE_FP32 : c->logits_dtype, .router_bias = run_block(o->run, T_ROUTER_BIAS),
+        .correction_bias = run_block(o->run, T_CORRECTION_BIAS), .given_ids = run_block(o->run, T_GIVEN_IDS),
+        .padding_mask = run_block(o->run, T_MASK), .ids = o->ids, .weights = o->weights, .counts = o->counts);
   return CLI_GO_ON;
 }
 
 static int time_sort(struct ops *o) {
   const moe_config *c = o->c;
-  const void *mask = run_data(o->run, T_MASK);
+  const void *mask = run_block(o->run, T_MASK);
   if (c->entry == MOE_ENTRY_ROWS) return CLI_GO_ON;
   const int64_t capacity = (int64_t)ceil((double)o->rows / (double)c->experts * (double)c->capacity_factor);
   TIME(o, "fwd", "sort", sort, 0, 12.0 * (double)o->rows, .tokens = o->p->tokens, .experts = c->experts,
@@ -132,19 +133,19 @@ static int time_experts(struct ops *o) {
   TIME(o, "fwd", "up", gemm, row_flops(o, o->columns, o->width),
        weight_bytes(o, o->columns, o->width) + token_bytes(o) + row_bytes(o, o->columns + inter),
        .rows = o->rows, .n = o->columns, .k = o->width, .experts = c->experts, .row_offset = o->row_offset,
-       .row_slot = o->row_slot, .gather_topk = c->topk, .a = run_data(o->run, T_X), .a_dtype = c->dtype,
-       .b = run_data(o->run, T_W1), .b_dtype = c->dtype, .b_kn = c->transposed, .epilogue = MOE_EPILOGUE_ACT,
-       .weights = in, .bias = run_data(o->run, T_B1), .bias_dtype = c->dtype, .d = o->a, .d_dtype = c->dtype,
+       .row_slot = o->row_slot, .gather_topk = c->topk, .a = run_block(o->run, T_X), .a_dtype = c->dtype,
+       .b = run_block(o->run, T_W1), .b_dtype = c->dtype, .b_kn = c->transposed, .epilogue = MOE_EPILOGUE_ACT,
+       .weights = in, .bias = run_block(o->run, T_B1), .bias_dtype = c->dtype, .d = o->a, .d_dtype = c->dtype,
        .act = &c->act, .h = o->h);
   TIME(o, "fwd", "down", gemm, row_flops(o, o->width, inter),
        weight_bytes(o, o->width, inter) + row_bytes(o, inter + o->width), .rows = o->rows, .n = o->width,
        .k = inter, .experts = c->experts, .row_offset = o->row_offset, .row_slot = o->row_slot, .a = o->a,
-       .a_dtype = c->dtype, .b = run_data(o->run, T_W2), .b_dtype = c->dtype, .b_kn = c->transposed,
-       .bias = run_data(o->run, T_B2), .bias_dtype = c->dtype, .d = o->y, .d_dtype = c->dtype);
+       .a_dtype = c->dtype, .b = run_block(o->run, T_W2), .b_dtype = c->dtype, .b_kn = c->transposed,
+       .bias = run_block(o->run, T_B2), .bias_dtype = c->dtype, .d = o->y, .d_dtype = c->dtype);
   TIME(o, "fwd", "combine", combine, 0, row_bytes(o, o->width) + token_bytes(o), .tokens = o->p->tokens,
        .hidden = o->width, .topk = c->topk, .rows = o->rows, .slot_row = o->slot_row,
        .row_end = o->row_offset + c->experts, .weights = out, .y = o->y, .y_dtype = c->dtype,
-       .out = run_data(o->run, T_OUT), .out_dtype = c->dtype);
+       .out = run_block(o->run, T_OUT), .out_dtype = c->dtype);
   return CLI_GO_ON;
 }
 
@@ -154,24 +155,24 @@ static int time_weight_grads(struct ops *o) {
   const double grad = (double)moe_dtype_bytes(dtype) * (double)c->experts * (double)o->width;
   const int64_t inter = c->inter, topk = c->topk;
   const bool swap = c->transposed;
-  const void *x = run_data(o->run, T_X), *g = run_data(o->run, T_DOUT);
+  const void *x = run_block(o->run, T_X), *g = run_block(o->run, T_DOUT);
   TIME(o, "bwd", "dw2", wgrad, row_flops(o, o->width, inter),
        grad * (double)inter + token_bytes(o) + row_bytes(o, inter), .rows = o->rows,
        .m = swap ? inter : o->width, .n = swap ? o->width : inter, .experts = c->experts,
        .row_offset = o->row_offset, .row_slot = o->row_slot, .a = swap ? o->wa : g, .a_dtype = c->dtype,
        .a_gather_topk = swap ? 0 : topk, .b = swap ? g : o->wa, .b_dtype = c->dtype,
-       .b_gather_topk = swap ? topk : 0, .d = run_data(o->run, T_DW2), .d_dtype = dtype);
+       .b_gather_topk = swap ? topk : 0, .d = run_block(o->run, T_DW2), .d_dtype = dtype);
   TIME(o, "bwd", "dw1", wgrad, row_flops(o, o->columns, o->width),
        grad * (double)o->columns + token_bytes(o) + row_bytes(o, o->columns), .rows = o->rows,
        .m = swap ? o->width : o->columns, .n = swap ? o->columns : o->width, .experts = c->experts,
        .row_offset = o->row_offset, .row_slot = o->row_slot, .a = swap ? x : o->dh, .a_dtype = c->dtype,
        .a_gather_topk = swap ? topk : 0, .b = swap ? o->dh : x, .b_dtype = c->dtype,
        .b_gather_topk = swap ? 0 : topk, .weights = c->weight_on_input ? o->weights : NULL,
-       .d = run_data(o->run, T_DW1), .d_dtype = dtype);
+       .d = run_block(o->run, T_DW1), .d_dtype = dtype);
   if (o->p->bias)
     TIME(o, "bwd", "db1", bias_grad, 0, row_bytes(o, o->columns), .rows = o->rows, .n = o->columns,
          .experts = c->experts, .row_offset = o->row_offset, .row_slot = o->row_slot, .v = o->dh,
-         .v_dtype = c->dtype, .d = run_data(o->run, T_DB1), .d_dtype = dtype);
+         .v_dtype = c->dtype, .d = run_block(o->run, T_DB1), .d_dtype = dtype);
   return CLI_GO_ON;
 }
 
@@ -182,22 +183,22 @@ static int time_backward(struct ops *o) {
   TIME(o, "bwd", "dact", gemm, row_flops(o, inter, o->width),
        weight_bytes(o, inter, o->width) + token_bytes(o) + row_bytes(o, 2 * o->columns + inter),
        .rows = o->rows, .n = inter, .k = o->width, .experts = c->experts, .row_offset = o->row_offset,
-       .row_slot = o->row_slot, .gather_topk = c->topk, .a = run_data(o->run, T_DOUT), .a_dtype = c->dtype,
-       .b = run_data(o->run, T_W2), .b_dtype = c->dtype, .b_kn = !c->transposed,
+       .row_slot = o->row_slot, .gather_topk = c->topk, .a = run_block(o->run, T_DOUT), .a_dtype = c->dtype,
+       .b = run_block(o->run, T_W2), .b_dtype = c->dtype, .b_kn = !c->transposed,
        .epilogue = MOE_EPILOGUE_DACT, .weights = out, .d = o->wa, .d_dtype = c->dtype, .act = &c->act,
-       .h = o->h, .dh = o->dh, .dweights = in ? NULL : o->dweights, .dot_bias = run_data(o->run, T_B2),
+       .h = o->h, .dh = o->dh, .dweights = in ? NULL : o->dweights, .dot_bias = run_block(o->run, T_B2),
        .bias_dtype = c->dtype);
   const int code = time_weight_grads(o);
   if (code != CLI_GO_ON) return code;
   TIME(o, "bwd", "dx rows", gemm, row_flops(o, o->width, o->columns),
        weight_bytes(o, o->width, o->columns) + row_bytes(o, o->columns + o->width), .rows = o->rows,
        .n = o->width, .k = o->columns, .experts = c->experts, .row_offset = o->row_offset,
-       .row_slot = o->row_slot, .a = o->dh, .a_dtype = c->dtype, .b = run_data(o->run, T_W1),
+       .row_slot = o->row_slot, .a = o->dh, .a_dtype = c->dtype, .b = run_block(o->run, T_W1),
        .b_dtype = c->dtype, .b_kn = !c->transposed, .d = o->dx_rows, .d_dtype = c->dtype);
   TIME(o, "bwd", "combine dx", combine, 0, row_bytes(o, o->width) + token_bytes(o), .tokens = o->p->tokens,
        .hidden = o->width, .topk = c->topk, .rows = o->rows, .slot_row = o->slot_row,
        .row_end = o->row_offset + c->experts, .weights = in, .y = o->dx_rows, .y_dtype = c->dtype,
-       .out = run_data(o->run, T_DX), .out_dtype = c->dtype);
+       .out = run_block(o->run, T_DX), .out_dtype = c->dtype);
   return CLI_GO_ON;
 }
 
@@ -208,9 +209,9 @@ static int time_router_backward(struct ops *o) {
   if (!problem_routed(o->p)) return CLI_GO_ON;
   TIME(o, "bwd", "route bwd", route_backward, 0, tokens * (8 * (double)c->experts + 12 * (double)c->topk),
        .tokens = o->p->tokens, .experts = c->experts, .topk = c->topk, .router = &c->router,
-       .logits = product ? o->logits : run_data(o->run, T_LOGITS),
-       .logits_dtype = product ? MOE_FP32 : c->logits_dtype, .router_bias = run_data(o->run, T_ROUTER_BIAS),
-       .ids = o->ids, .slot_row = o->slot_row, .padding_mask = run_data(o->run, T_MASK),
+       .logits = product ? o->logits : run_block(o->run, T_LOGITS),
+       .logits_dtype = product ? MOE_FP32 : c->logits_dtype, .router_bias = run_block(o->run, T_ROUTER_BIAS),
+       .ids = o->ids, .slot_row = o->slot_row, .padding_mask = run_block(o->run, T_MASK),
        .dweights = o->dweights, .dlogits = o->dlogits, .dlogits_dtype = MOE_FP32);
   return CLI_GO_ON;
 }
@@ -223,10 +224,10 @@ static void take_buffers(struct ops *o) {
   const int64_t pairs = o->p->tokens * c->experts;
   const bool rows = c->entry == MOE_ENTRY_ROWS, router = problem_routed(o->p);
   o->logits = take(o, router ? pairs : 0, sizeof(float));
-  o->ids = router ? take(o, o->rows, sizeof(int32_t)) : run_data(o->run, T_GIVEN_IDS);
-  o->weights = router ? take(o, o->rows, sizeof(float)) : run_data(o->run, T_GIVEN_WEIGHTS);
+  o->ids = router ? take(o, o->rows, sizeof(int32_t)) : run_block(o->run, T_GIVEN_IDS);
+  o->weights = router ? take(o, o->rows, sizeof(float)) : run_block(o->run, T_GIVEN_WEIGHTS);
   o->counts = take(o, c->experts, sizeof(int32_t));
-  o->row_offset = rows ? run_data(o->run, T_ROW_OFFSET) : take(o, c->experts + 1, sizeof(int32_t));
+  o->row_offset = rows ? run_block(o->run, T_ROW_OFFSET) : take(o, c->experts + 1, sizeof(int32_t));
   o->row_slot = rows ? NULL : take(o, o->rows, sizeof(int32_t));
   o->slot_row = rows ? NULL : take(o, o->rows, sizeof(int32_t));
   o->h = take(o, o->rows * o->columns, element);
@@ -257,7 +258,7 @@ int bench_ops(struct bench *bench, const char *problem, const struct run *run, c
   o.columns = problem_halves(p) * p->config.inter;
   o.element = (double)moe_dtype_bytes(p->config.dtype);
   take_buffers(&o);
-  const int code = o.failed ? cli_fail("bench", CLI_IO, "%s: memory was short", problem) : time_all(&o);
-  for (int i = 0; i < o.blocks; i++) free(o.block[i]);
+  const int code = o.failed ? cli_fail("bench", CLI_IO, "%s: %s", problem, moe_last_error()) : time_all(&o);
+  for (int i = 0; i < o.blocks; i++) moe_memory_free(bench->ctx, o.block[i]);
   return code;
 }
