@@ -8,7 +8,7 @@
  *   BM │  ││ BK │ …  │         warpgroup 1, 2  consumers: 64 rows each, wgmma 64 x BN x 16, then the epilogue
  *      └──┘└────┴────┘
  * Invariants   a tile never spans two experts; columns past K are loaded as zero; rows and columns outside are never
- *              stored (rows past the expert's end may be those of a neighbour: they stay in their own accumulators). One chain of accumulation over ascending k whatever the batch.
+ *              stored (what is loaded for rows past the expert's end stays in accumulators of its own). One chain of accumulation over ascending k whatever the batch.
  * Ordering     a stage is released when the wgmma that read it have retired (one group stays in flight).
  * Layouts      A and B (K contiguous): rows of 64 elements, 128-byte swizzle. B (N contiguous, B_KN): boxes of 64 k x 64 n.
  * Limits       K and N multiples of 8; 16-byte aligned arrays. */
@@ -90,14 +90,12 @@ __device__ __forceinline__ void gather_producer(gemm_shared<BN, STAGES, EPILOGUE
   ring<STAGES> at = {0, 1};
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const tile_place place = schedule_place<BM>(s.first, p.row_offset, p.experts, p.rows, p.column_tiles, tile);
-    int source[8]; /* rows of A */
-    uint32_t valid = 0;
+    const char *source[8]; /* addresses are made once a tile: the loop below has one instruction to spare for each */
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-      const int row = place.row0 + line + 16 * j;
-      const bool inside = row < place.row1;
-      valid |= (uint32_t)inside << j;
-      source[j] = inside ? (p.row_slot ? p.row_slot[row] : row) / p.gather_topk : 0;
+      const int row = min(place.row0 + line + 16 * j, place.row1 - 1);
+      const int from = (p.row_slot ? p.row_slot[row] : row) / p.gather_topk;
+      source[j] = reinterpret_cast<const char *>(p.a + (int64_t)from * p.k + chunk * 8);
     }
     for (int block = 0; block < blocks; block++, at.advance()) {
       mbarrier_wait(&s.empty[at.stage], at.phase);
@@ -105,12 +103,13 @@ __device__ __forceinline__ void gather_producer(gemm_shared<BN, STAGES, EPILOGUE
         mbarrier_arrive_expect(&s.full[at.stage], BN * BK * 2);
         load_b<BN, B_KN>(s.b[at.stage], p, &s.full[at.stage], place.column, block * BK, place.expert);
       }
-      const int k0 = block * BK + chunk * 8;
-      const bool in_k = k0 < p.k;
+      const bool in_k = block * BK + chunk * 8 < p.k;
       const uint32_t a = smem_address(s.a[at.stage]) + offset;
 #pragma unroll
-      for (int j = 0; j < 8; j++)
-        cp_async_16(a + j * 2048, in_k ? p.a + (int64_t)source[j] * p.k + k0 : p.a, in_k && (valid >> j & 1));
+      for (int j = 0; j < 8; j++) {
+        cp_async_16(a + j * 2048, source[j], in_k);
+        source[j] += BK * 2;
+      }
       mbarrier_arrive_cp_async(&s.full[at.stage]);
     }
   }
@@ -137,7 +136,8 @@ __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
     const tile_place place = schedule_place<BM>(s.first, p.row_offset, p.experts, p.rows, p.column_tiles, tile);
     const warp_tile w = {s.h[warp], s.line, s.da + (EPILOGUE == DACT ? warp * 16 * DA_LINE : 0), (int)threadIdx.x % 32,
                          place.row0 + warp * 16, place.row1};
-    if constexpr (EPILOGUE == DACT) dact_begin<BN>(w, p, place.column);
+    float line_weight = 1;
+    if constexpr (EPILOGUE == DACT) line_weight = dact_begin<BN>(w, p, place.column);
     int held = 0;
     for (int block = 0; block < blocks; block++, at.advance()) {
       mbarrier_wait(&s.full[at.stage], at.phase);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
     }
     wgmma_wait<0>();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
-    epilogue<BN, EPILOGUE>(acc, w, p, place);
+    epilogue<BN, EPILOGUE>(acc, w, p, place, line_weight);
   }
 }
 

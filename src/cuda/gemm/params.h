@@ -9,17 +9,17 @@
 #include "moeblas_ops.h"
 
 struct gemm_params {
-  CUtensorMap b_map; /* of the weights, the expert as third coordinate */
-  CUtensorMap a_map; /* of A, used where its rows are not gathered */
+  CUtensorMap b_map;         /* of the weights, the expert as third coordinate */
+  CUtensorMap a_map;         /* of A, used where its rows are not gathered */
   const int32_t *row_offset; /* NULL: one expert with all rows */
   const int32_t *row_slot;   /* NULL: slot(r) = r */
   const __nv_bfloat16 *a;
   int rows, n, k, experts;
   int gather_topk;
   int column_tiles;
-  int halves;        /* 2: a tile is BN/2 columns of gate and the BN/2 of up that belong to them; 1: BN columns in a row */
-  int half_row[2];   /* where the rows of B of the halves begin */
-  int up_distance;   /* of columns of h from a gate element to its up element; used with halves = 2 and DACT */
+  int halves; /* 2: a tile is BN/2 columns of gate and the BN/2 of up that belong to them; 1: BN columns in a row */
+  int half_row[2]; /* where the rows of B of the halves begin */
+  int up_distance; /* of columns of h from a gate element to its up element; used with halves = 2 and DACT */
   const float *weights;
   const __nv_bfloat16 *bias;
   void *d;

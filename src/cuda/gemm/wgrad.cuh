@@ -53,21 +53,23 @@ template <int BN> __device__ __forceinline__ wgrad_tile wgrad_place(const wgrad_
   return {expert, begin, max(begin, end), local % lines * BM, local / lines * BN, local / lines};
 }
 
-/* Rows of one operand for one stage, 16-byte chunk t % 16 (+ 16) of rows t / 16 + 8 j for thread t. */
+/* Rows of one operand for one stage, 16-byte chunk t % 16 (+ 16) of rows t / 16 + 8 j for thread t. `whole`: all rows are the
+ * expert's. An address is one multiply-add: this loop decides how fast rows can be gathered. */
 template <int COLUMNS>
 __device__ __forceinline__ void copy_rows(bf16 *stage, const wgrad_operand &o, const int *source_row, int row0,
-                                          int row1, int column0) {
+                                          int row1, int column0, bool whole) {
   const int chunk = threadIdx.x % 16, line = threadIdx.x / 16, column = column0 + chunk * 8;
   const uint32_t dst = smem_address(stage) + chunk / 8 * 8192 + line * 128 + ((chunk % 8) ^ line) * 16;
+  const uint32_t stride_bytes = (uint32_t)o.columns * 2;
+  const char *base = reinterpret_cast<const char *>(o.data + column);
 #pragma unroll
   for (int j = 0; j < 8; j++) {
     const int row = row0 + line + 8 * j;
-    const bf16 *source = o.data + (int64_t)(o.gathered ? source_row[j] : row) * o.columns + column;
+    const bool mine = whole || row < row1;
+    const char *source = base + (uint64_t)(uint32_t)(o.gathered ? source_row[j] : row) * stride_bytes;
 #pragma unroll
-    for (int half = 0; half < COLUMNS / 128; half++) {
-      const bool inside = row < row1 && column + half * 128 < o.columns;
-      cp_async_16(dst + j * 1024 + half * 16384, inside ? source + half * 128 : o.data, inside);
-    }
+    for (int half = 0; half < COLUMNS / 128; half++)
+      cp_async_16(dst + j * 1024 + half * 16384, source + half * 256, mine && column + half * 128 < o.columns);
   }
 }
 
@@ -105,8 +107,13 @@ __device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES> &s, cons
         if (bulk_a) copy_boxes<BM>(s.a[at.stage], p.a, &s.full[at.stage], row0, place.m0);
         if (bulk_b) copy_boxes<BN>(s.b[at.stage], p.b, &s.full[at.stage], row0, place.n0);
       }
-      if (!bulk_a) copy_rows<BM>(s.a[at.stage], p.a, source, row0, place.row1, place.m0);
-      if (!bulk_b) copy_rows<BN>(s.b[at.stage], p.b, source, row0, place.row1, place.n0);
+      if (whole) {
+        if (!bulk_a) copy_rows<BM>(s.a[at.stage], p.a, source, row0, place.row1, place.m0, true);
+        if (!bulk_b) copy_rows<BN>(s.b[at.stage], p.b, source, row0, place.row1, place.n0, true);
+      } else {
+        copy_rows<BM>(s.a[at.stage], p.a, source, row0, place.row1, place.m0, false);
+        copy_rows<BN>(s.b[at.stage], p.b, source, row0, place.row1, place.n0, false);
+      }
       mbarrier_arrive_cp_async(&s.full[at.stage]);
 #pragma unroll
       for (int j = 0; j < 8; j++) source[j] = next[j];

@@ -348,20 +348,21 @@ __device__ __forceinline__ void act_steps(const float *acc, const warp_tile &w, 
   }
 }
 
-/* All of h of the tile's elements, asked for before the product. */
-template <int BN> __device__ __forceinline__ void dact_begin(const warp_tile &w, const gemm_params &p, int column) {
+/* Before the product: asks for all of h of the tile's elements, and returns the weight of the lane's line. */
+template <int BN> __device__ __forceinline__ float dact_begin(const warp_tile &w, const gemm_params &p, int column) {
   const int64_t f0 = (int64_t)column * BN;
   if (p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED)
     rows_in<BN / 4>(w, p.h, runs_of(p, f0, BN));
   else
     rows_in<BN / 8>(w, p.h, runs_of(p, f0, BN));
+  return row_weight(p, w.row0 + w.lane / 2, w.row1);
 }
 
 /* 32 elements a step. */
 template <int BN>
-__device__ __forceinline__ void dact_steps(const float *acc, const warp_tile &w, const gemm_params &p, int column) {
+__device__ __forceinline__ void dact_steps(const float *acc, const warp_tile &w, const gemm_params &p, int column,
+                                           float weight) {
   const bool interleaved = p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED;
-  const float weight = row_weight(p, w.row0 + w.lane / 2, w.row1);
   float sum = 0;
   cp_async_commit();
   cp_async_wait<0>();
@@ -404,9 +405,9 @@ __device__ __forceinline__ void dact_steps(const float *acc, const warp_tile &w,
 
 template <int BN, int EPILOGUE>
 __device__ __forceinline__ void epilogue(const float *acc, const warp_tile &w, const gemm_params &p,
-                                         const tile_place &place) {
+                                         const tile_place &place, float line_weight) {
   if constexpr (EPILOGUE == DACT) {
-    dact_steps<BN>(acc, w, p, place.column);
+    dact_steps<BN>(acc, w, p, place.column, line_weight);
   } else {
     const int row = w.row0 + w.lane / 4;
     const float weight[2] = {row_weight(p, row, w.row1), row_weight(p, row + 8, w.row1)};
