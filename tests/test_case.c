@@ -1,0 +1,119 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * What: the buffers of a case where the back end has memory of its own, blocks apart from their images.
+ * Idea: the CPU is given blocks of its own as if it were a device. The results must be those without, and a write outside
+ * an array or into an input must be seen through the copies. */
+#include "../tools/case.h"
+#include "test.h"
+
+static const char *const problems[] = {
+    "t17 h40 f24 e4 k2 bwd bias", "t33 h64 f48 e8 k2 bf16 given bwd accumulate",
+    "t64 h64 f48 e8 k2 logits=bf16 bwd balance=global z_loss mask", "t0 h33 f17 e4 k2 bwd"};
+
+struct fixture {
+  moe_context *ctx;
+  moe_plan *plan;
+  struct sample sample;
+};
+
+static struct fixture fixture(const char *text) {
+  struct fixture f = {0};
+  struct problem problem;
+  char error[PROBLEM_ERROR] = "";
+  if (!problem_parse(text, &problem, error, sizeof error) ||
+      moe_context_create(&f.ctx, MOE_BACKEND_CPU, 1) != MOE_OK ||
+      moe_plan_create(&f.plan, f.ctx, &problem.config) != MOE_OK ||
+      !sample_make(&f.sample, &problem, error, sizeof error)) {
+    printf("%s: %s%s\n", text, error, moe_last_error());
+    exit(2);
+  }
+  return f;
+}
+
+static void fixture_free(struct fixture *f) {
+  sample_free(&f->sample);
+  moe_plan_destroy(f->plan);
+  moe_context_destroy(f->ctx);
+}
+
+/* Opens, runs both passes and fetches. */
+static struct run finished(const struct fixture *f, bool apart, enum placement placement, int poison) {
+  struct run run;
+  const char *failure =
+      run_open(&run, &f->sample, (struct memory){f->ctx, apart}, f->plan, placement, poison);
+  EXPECT(failure == NULL, "%s", failure);
+  EXPECT(run_forward(&run) == MOE_OK, "%s", moe_last_error());
+  EXPECT(run_poison_workspace(&run, poison) == MOE_OK, "%s", moe_last_error());
+  EXPECT(run_backward(&run) == MOE_OK, "%s", moe_last_error());
+  EXPECT(run_fetch(&run) == MOE_OK, "%s", moe_last_error());
+  return run;
+}
+
+static void expect_equal(const struct run *a, const struct run *b, const char *text) {
+  for (int i = T_INPUTS; i < T_RESULTS; i++) {
+    const enum tensor id = (enum tensor)i;
+    EXPECT(a->span[id].bytes == b->span[id].bytes &&
+               (a->span[id].bytes == 0 || memcmp(run_data(a, id), run_data(b, id), a->span[id].bytes) == 0),
+           "%s: %s has other bits", text, tensor_name(id));
+  }
+}
+
+TEST(blocks_apart_give_the_same_bits) {
+  for (size_t i = 0; i < sizeof problems / sizeof *problems; i++) {
+    struct fixture f = fixture(problems[i]);
+    struct run host = finished(&f, false, PLACE_END, 0xff);
+    const enum placement placements[] = {PLACE_PLAIN, PLACE_END, PLACE_START};
+    for (int j = 0; j < 3; j++) {
+      struct run apart = finished(&f, true, placements[j], 0xff);
+      EXPECT(run_block(&apart, T_OUT) != run_data(&apart, T_OUT), "%s: the block is its image", problems[i]);
+      expect_equal(&apart, &host, problems[i]);
+      const enum tensor damaged = run_damaged(&apart);
+      EXPECT(damaged == T_COUNT, "%s: %s is damaged", problems[i], tensor_name(damaged));
+      run_close(&apart);
+    }
+    run_close(&host);
+    fixture_free(&f);
+  }
+}
+
+/* Every byte around the data counts, at either end of either placement. */
+TEST(damage_to_a_block_is_seen) {
+  struct fixture f = fixture(problems[0]);
+  for (int placement = PLACE_END; placement <= (int)PLACE_START; placement++) {
+    struct run run = finished(&f, true, (enum placement)placement, 0);
+    for (int id = 0; id < T_COUNT; id++) {
+      unsigned char *data = run_block(&run, (enum tensor)id);
+      if (data == NULL) continue;
+      const ptrdiff_t end = (ptrdiff_t)run.span[id].bytes, at[] = {-4096, -1, end, end + 4095, 0};
+      for (int i = 0; i < (id < T_INPUTS ? 5 : 4); i++) { /* the last one spoils an input */
+        data[at[i]] ^= 1;
+        EXPECT(run_fetch(&run) == MOE_OK, "%s", moe_last_error());
+        EXPECT((int)run_damaged(&run) == id, "%s, byte %td: not seen", tensor_name((enum tensor)id), at[i]);
+        data[at[i]] ^= 1;
+      }
+    }
+    EXPECT(run_fetch(&run) == MOE_OK && run_damaged(&run) == T_COUNT, "all is well again");
+    run_close(&run);
+  }
+  fixture_free(&f);
+}
+
+TEST(poison_reaches_the_block) {
+  struct fixture f = fixture(problems[1]);
+  for (int placement = PLACE_PLAIN; placement <= (int)PLACE_START; placement++) {
+    struct run run = finished(&f, true, (enum placement)placement, 0);
+    EXPECT(run_poison_workspace(&run, 0xab) == MOE_OK, "%s", moe_last_error());
+    const unsigned char *workspace = run_block(&run, T_WORKSPACE);
+    for (size_t i = 0; i < run.workspace_bytes; i++) REQUIRE(workspace[i] == 0xab, "byte %zu", i);
+    run_close(&run);
+    const char *failure =
+        run_open(&run, &f.sample, (struct memory){f.ctx, true}, f.plan, (enum placement)placement, 0xcd);
+    EXPECT(failure == NULL, "%s", failure);
+    const unsigned char *out = run_block(&run, T_OUT);
+    for (size_t i = 0; i < run.span[T_OUT].bytes; i++) REQUIRE(out[i] == 0xcd, "byte %zu of out", i);
+    run_close(&run);
+  }
+  fixture_free(&f);
+}
+
+TEST_MAIN()
