@@ -5,7 +5,7 @@
 # make check      proves tests/problems/ci.txt         make bench    times tests/problems/bench.txt
 # make gates      format, sizes, symbols, ...          make deps     installs missing Debian packages
 # make install    into PREFIX=/usr/local, DESTDIR=     make clean    removes build and build-san
-# make gpu-check  proves the CUDA back end on a GPU    CUDA=0        builds without it even if there is an nvcc
+# make gpu        gpu-check and gpu-bench, on a GPU    CUDA=0        builds without it even if there is an nvcc
 # Variables: BUILD=build  CC=gcc  CFLAGS=  LDFLAGS=  SAN=address,undefined  ONLY=part of a test's name  V=1  NVCC=nvcc
 
 SAN    ?=
@@ -51,7 +51,7 @@ TOOL_O  := $(patsubst %.c,$O/%.o,$(wildcard tools/*.c tools/train/*.c)) $(SHARE_
 TESTS   := $(patsubst %.c,$(BUILD)/%,$(wildcard tests/test_*.c))
 HELP_O  := $(patsubst %.c,$O/%.o,$(wildcard tests/support*.c))
 
-.PHONY: all lib tests train test check bench gates install clean help deps gpu gpu-check
+.PHONY: all lib tests train test check bench gates install clean help deps gpu gpu-check gpu-bench
 .DELETE_ON_ERROR .SECONDARY:
 all: lib $(BUILD)/moeblas
 lib: $(BUILD)/libmoeblas.a $(BUILD)/libmoeblas.so
@@ -118,8 +118,8 @@ bench: all ; @$(BUILD)/moeblas bench @tests/problems/bench.txt
 deps:  ; @tools/deps.sh test
 install: all ; @BUILD=$(BUILD) PREFIX='$(PREFIX)' VERSION=$(VERSION) tools/install.sh
 clean: ; @rm -rf build build-san
-gpu gpu-check: tests
-	@$(if $(CUDA_T),,echo "moeblas: this build has no CUDA back end" >&2; exit 2;) set -e; for t in $(CUDA_T); do $$t; done
-	@$(BUILD)/moeblas check --backend cuda @tests/problems/smoke.txt
+gpu:   gpu-check ; @$(MAKE) --no-print-directory gpu-bench
+gpu-check: tests ; @BUILD=$(BUILD) tests/cuda/gpu_check.sh
+gpu-bench: all ; @mkdir -p bench/results; $(BUILD)/moeblas bench --backend cuda --csv @tests/problems/bench_cuda.txt >$(BUILD)/h200.csv && mv $(BUILD)/h200.csv bench/results/
 help:  ; @sed -n '3,9s/^# //p' Makefile
 -include $(wildcard $(patsubst %.o,%.d,$(LIB_O) $(TOOL_O) $(HELP_O) $(CUDA_O) $(TESTS:$(BUILD)/%=$O/%.o) $(CUDA_T:$(BUILD)/%=$O/%.o)))
