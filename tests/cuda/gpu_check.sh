@@ -23,7 +23,7 @@ if [[ ${1:-} == --hash ]]; then
 fi
 
 step() { # name command...: passes if it ends well and its closing line counts at least one pass and no failure
-  local name=$1 log=$logs/gpu_${1// /_}.log status=0 sum
+  local name=$1 log=$logs/gpu_${1//[ \/]/_}.log status=0 sum
   shift
   timeout 550 "$@" >"$log" 2>&1 </dev/null || status=$?
   sum=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1 || true)
