@@ -251,8 +251,8 @@ int cmd_bench(int argc, char **argv) {
   struct bench bench = {.backend_name = "auto", .repeat = 20, .seconds = 2};
   const struct option options[] = {
       {"--backend", "NAME", "auto, cpu or cuda", OPTION_TEXT, &bench.backend_name, 0, 0},
-      {"--threads", "N", "of the CPU back end; 0: all. CUDA: the device", OPTION_INTEGER, &bench.threads, 0,
-       4096},
+      {"--threads", "N", "of the CPU, which it implies; 0: all. With --backend cuda: the device",
+       OPTION_INTEGER, &bench.threads, 0, 4096},
       {"--repeat", "N", "timed calls at most (20)", OPTION_INTEGER, &bench.repeat, LEAST_REPEATS,
        MOST_REPEATS},
       {"--seconds", "S", "end after S seconds and 3 calls (2)", OPTION_REAL, &bench.seconds, 0, 3600},
@@ -271,6 +271,7 @@ int cmd_bench(int argc, char **argv) {
   if (bench.csv && bench.json) return cli_fail("bench", CLI_USAGE, "--csv and --json exclude each other");
   if (count == 0)
     return cli_fail("bench", CLI_USAGE, "wants a problem or @FILE; moeblas bench --help explains them");
+  if (bench.threads && backend == MOE_BACKEND_AUTO) backend = MOE_BACKEND_CPU;
   moe_status status = moe_context_create(&bench.ctx, backend, (int)bench.threads);
   if (status != MOE_OK) return cli_fail_status("bench", status);
   status = moe_timer_create(bench.ctx, &bench.from);

@@ -283,8 +283,8 @@ int cmd_check(int argc, char **argv) {
   struct job job = {.backend_name = "auto", .seed = 1, .out = {.stream = NULL}};
   const struct option options[] = {
       {"--backend", "NAME", "auto, cpu or cuda", OPTION_TEXT, &job.backend_name, 0, 0},
-      {"--threads", "N", "of the CPU back end; 0: all. CUDA: the device", OPTION_INTEGER, &job.threads, 0,
-       4096},
+      {"--threads", "N", "of the CPU, which it implies; 0: all. With --backend cuda: the device",
+       OPTION_INTEGER, &job.threads, 0, 4096},
       {"--bitwise", NULL, "what must be equal to the bit is, too; on the CPU also for 1 .. 4 threads",
        OPTION_FLAG, &job.bitwise, 0, 0},
       {"--mutate", NULL, "plant errors; one that goes unnoticed fails", OPTION_FLAG, &job.mutate, 0, 0},
@@ -304,6 +304,7 @@ int cmd_check(int argc, char **argv) {
   if (count == 0 && job.random == 0)
     return cli_fail("check", CLI_USAGE,
                     "wants a problem, @FILE or --random N; moeblas check --help explains them");
+  if (job.threads && backend == MOE_BACKEND_AUTO) backend = MOE_BACKEND_CPU;
   const moe_status status = moe_context_create(&job.ctx, backend, (int)job.threads);
   if (status != MOE_OK) return cli_fail_status("check", status);
   if (job.json) {
