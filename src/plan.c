@@ -120,6 +120,8 @@ static moe_status resolve_groups(const char *what, moe_router_desc *r, int64_t e
         what, r->topk_groups, experts / r->groups, topk);
   CHECK((int)r->group_score >= 0 && r->group_score <= MOE_GROUP_TOPK_SUM, MOE_ERROR_ARGUMENT,
         "%s: router.group_score = %d, wanted a moe_group_score", what, (int)r->group_score);
+  CHECK(r->groups > 1 || r->group_score == MOE_GROUP_MAX, MOE_ERROR_ARGUMENT,
+        "%s: router.group_score = %d, wanted 0 without router.groups", what, (int)r->group_score);
   return MOE_OK;
 }
 
@@ -128,6 +130,9 @@ moe_status moe_resolve_router(const char *what, moe_router_desc *r, int64_t expe
         "%s: router.score = %d, wanted a moe_score", what, (int)r->score);
   CHECK(r->renormalize == 0 || r->renormalize == 1, MOE_ERROR_ARGUMENT,
         "%s: router.renormalize = %d, wanted 0 or 1", what, r->renormalize);
+  CHECK(r->renormalize || r->renorm_epsilon == 0, MOE_ERROR_ARGUMENT,
+        "%s: router.renorm_epsilon = %g, wanted 0 without router.renormalize", what,
+        (double)r->renorm_epsilon);
   if (r->renorm_epsilon == 0) r->renorm_epsilon = 1e-20f;
   TRY(check_finite(what, "router.renorm_epsilon", r->renorm_epsilon, 0));
   if (r->scale == 0) r->scale = 1;
@@ -178,6 +183,8 @@ static moe_status check_flags(const moe_config *c) {
   TRY(moe_check_range("plan", "entry", (int)c->entry, MOE_ENTRY_HIDDEN, MOE_ENTRY_ROWS));
   TRY(moe_check_range("plan", "drop", (int)c->drop, MOE_DROP_WEIGHT, MOE_DROP_POSITION));
   TRY(moe_check_range("plan", "recompute", (int)c->recompute, MOE_RECOMPUTE_NONE, MOE_RECOMPUTE_H));
+  CHECK(c->capacity_factor != 0 || c->drop == MOE_DROP_WEIGHT, MOE_ERROR_ARGUMENT,
+        "plan: drop = %d, wanted 0 without capacity_factor", (int)c->drop);
   return check_finite("plan", "capacity_factor", c->capacity_factor, 0);
 }
 

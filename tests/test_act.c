@@ -46,14 +46,19 @@ static const struct row ROWS[MOE_ACT_COUNT] = {
 #undef MOE_ACT
 };
 
-/* A of the error model, value and slope. The tanh forms lose 1 - t^2 where t is near 1. */
-static const double ULPS[MOE_ACT_COUNT][2] = {
+/* A of the error model, value and slope; what a row is held to that is not listed here is in ulps_of. The tanh forms lose
+ * 1 - t^2 where t is near 1. */
+static const double ULPS[][2] = {
     [MOE_ACT_SILU] = {4, 12},       [MOE_ACT_GELU] = {4, 4}, [MOE_ACT_GELU_TANH] = {4, 24},
     [MOE_ACT_QUICK_GELU] = {4, 12}, [MOE_ACT_RELU] = {0, 0}, [MOE_ACT_RELU2] = {1, 1},
     [MOE_ACT_RELU2_TANH] = {6, 32}, [MOE_ACT_SITU] = {8, 32}};
 enum {
   ARGUMENT_ULPS = 4
 };
+static double ulps_of(int kind, int slope) {
+  if ((size_t)kind < sizeof ULPS / sizeof *ULPS) return ULPS[kind][slope];
+  return slope ? 32 : 8;
+}
 /* What the double expressions themselves lose (1 + erf far out), and where floats underflow. */
 static double floor_of(double x) { return 0x1p-51 * fabs(x) + 1e-35; }
 
@@ -64,9 +69,9 @@ static void check_point(int kind, float x, float alpha, float beta) {
   const double derror = fabs(moe_act_df(kind, x, alpha, beta) - df);
   const double slack = ARGUMENT_ULPS * fabs(x * df), dslack = ARGUMENT_ULPS * fabs(x * ddf);
   const double size = fabs(f), dsize = fabs(df) + (x != 0 ? fabs(f / x) : 0);
-  EXPECT(error <= 0x1p-24 * (ULPS[kind][0] * size + slack) + floor_of(x), "%s(%a) misses %a by %a",
+  EXPECT(error <= 0x1p-24 * (ulps_of(kind, 0) * size + slack) + floor_of(x), "%s(%a) misses %a by %a",
          ROWS[kind].name, x, f, error);
-  EXPECT(derror <= 0x1p-24 * (ULPS[kind][1] * dsize + dslack) + floor_of(x), "%s'(%a) misses %a by %a",
+  EXPECT(derror <= 0x1p-24 * (ulps_of(kind, 1) * dsize + dslack) + floor_of(x), "%s'(%a) misses %a by %a",
          ROWS[kind].name, x, df, derror);
 }
 

@@ -220,6 +220,11 @@ TEST(config_enums_and_flags) {
   REFUSE(ARGUMENT, "plan: entry = 4, wanted 0 .. 3", c.entry = (moe_entry)4);
   REFUSE(ARGUMENT, "plan: entry = ", c.entry = (moe_entry)-1);
   REFUSE(ARGUMENT, "plan: drop = 2, wanted 0 .. 1", c.drop = (moe_drop)2);
+  REFUSE(ARGUMENT, "plan: drop = 1, wanted 0 without capacity_factor", c.drop = MOE_DROP_POSITION);
+  REFUSE(ARGUMENT, "router.group_score = 1, wanted 0 without router.groups",
+         c.router.group_score = MOE_GROUP_TOP2_SUM);
+  REFUSE(ARGUMENT, "router.renorm_epsilon = 0.5, wanted 0 without router.renormalize",
+         c.router.renorm_epsilon = 0.5f);
   REFUSE(ARGUMENT, "plan: recompute = 2, wanted 0 .. 1", c.recompute = (moe_recompute)2);
   REFUSE(ARGUMENT, "plan: weight_on_input = 2, wanted 0 .. 1", c.weight_on_input = 2);
   REFUSE(ARGUMENT, "plan: transposed = -1, wanted 0 .. 1", c.transposed = -1);

@@ -391,6 +391,7 @@ static void check_vast_capacity(const struct layer_case *c) {
   struct layer_case vast = *c, none = *c;
   vast.config.capacity_factor = 1e30f;
   none.config.capacity_factor = 0;
+  none.config.drop = MOE_DROP_WEIGHT;
   struct layer a, b;
   OPEN(&a, &none, o.seed = 8);
   OPEN(&b, &vast, o.seed = 8);

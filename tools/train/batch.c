@@ -41,8 +41,8 @@ void batch_train(const struct corpus *c, uint64_t seed, int64_t step, int64_t se
 
 int64_t batch_windows(const struct corpus *c, int64_t length) { return ((int64_t)c->val_bytes - 1) / length; }
 
-void batch_val(const struct corpus *c, int64_t first, int64_t sequences, int64_t length, uint8_t *input,
-               uint8_t *target) {
+void batch_val(const struct corpus *c, int64_t first, int64_t stride, int64_t sequences, int64_t length,
+               uint8_t *input, uint8_t *target) {
   for (int64_t s = 0; s < sequences; s++)
-    copy_window(c->val + (first + s) * length, length, input + s * length, target + s * length);
+    copy_window(c->val + (first + s) * stride * length, length, input + s * length, target + s * length);
 }

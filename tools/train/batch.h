@@ -10,7 +10,7 @@
 void batch_train(const struct corpus *c, uint64_t seed, int64_t step, int64_t sequences, int64_t length,
                  uint8_t *input, uint8_t *target);
 
-/* The held-out windows first .. first+sequences-1 of batch_windows. */
+/* Every stride-th held-out window of batch_windows, from the first-th of these on. */
 int64_t batch_windows(const struct corpus *c, int64_t length);
-void batch_val(const struct corpus *c, int64_t first, int64_t sequences, int64_t length, uint8_t *input,
-               uint8_t *target);
+void batch_val(const struct corpus *c, int64_t first, int64_t stride, int64_t sequences, int64_t length,
+               uint8_t *input, uint8_t *target);

@@ -106,12 +106,14 @@ int trainer_step(struct trainer *r, char *error, size_t error_bytes) {
 int trainer_validate(struct trainer *r, int64_t windows, double *bits, char *error, size_t error_bytes) {
   struct model *m = r->model;
   const int64_t length = r->settings.model.sequence, batch = r->settings.sequences;
+  const int64_t stride =
+      batch_windows(&r->corpus, length) / windows; /* a slice is spread over all of the text */
   double seconds[TIME_COUNT], sum = 0;
   memcpy(seconds, m->seconds, sizeof seconds);
   for (int64_t first = 0; first < windows; first += batch) {
     const int64_t sequences = windows - first < batch ? windows - first : batch;
     double loss = 0;
-    batch_val(&r->corpus, first, sequences, length, r->input, r->target);
+    batch_val(&r->corpus, first, stride, sequences, length, r->input, r->target);
     const moe_status status = model_loss(m, r->input, r->target, sequences, length, &loss);
     if (status != MOE_OK) return status_code(status, error, error_bytes);
     sum += loss * (double)sequences;

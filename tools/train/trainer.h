@@ -40,7 +40,7 @@ void trainer_close(struct trainer *r);
 
 /* One step of training. A loss that is not finite is refused before it reaches the parameters. */
 int trainer_step(struct trainer *r, char *error, size_t error_bytes);
-/* Mean bits per byte over the first `windows` held-out windows. Its time is not counted as the model's. */
+/* Mean bits per byte over `windows` >= 1 held-out windows, evenly spread. Its time is not counted as the model's. */
 int trainer_validate(struct trainer *r, int64_t windows, double *bits, char *error, size_t error_bytes);
 /* As sample_text, its time not counted. */
 int trainer_sample(struct trainer *r, uint8_t *text, int64_t have, int64_t more, char *error,
