@@ -22,7 +22,7 @@ static const struct preset presets[] = {
     {.name = "tiny",
      .model = {.layers = 4, .dim = 128, .heads = 4, .experts = 8, .topk = 2, .inter = 128, .sequence = 256},
      .sequences = 8,
-     .steps = 1500,
+     .steps = 2000,
      .rate = 3e-3},
     {.name = "small",
      .model = {.layers = 8, .dim = 256, .heads = 8, .experts = 16, .topk = 2, .inter = 256, .sequence = 512},
