@@ -47,6 +47,10 @@ bool check_calls(struct run *run, int poison, struct verdict *verdict);
 bool check_run(moe_context *ctx, const struct sample *sample, struct run *run, struct verdict *verdict);
 void check_run_close(struct run *run); /* the plan as well */
 
+struct oracle;
+/* Elements of h in the ideal oracle's run that fp32 noise may put on the other side of a step of the derivative, each of
+ * which may change one row of dx, dw1 and db1 by a term (check_kinks.c). */
+int64_t check_kinks(const moe_config *config, const struct oracle *ideal);
 /* Compares the results of `run` with the oracle on the data of `truth` (check_compare.c). */
 void check_compare(const struct sample *truth, const struct run *run, struct verdict *verdict);
 /* Equal bits of what must be equal (check_bits.c). */

@@ -27,6 +27,7 @@ struct reference {
   struct oracle ideal;
   struct oracle staged; /* not for fp32 */
   bool has_staged;
+  int64_t kinks; /* check_kinks of the ideal run */
 };
 
 /* ---- the oracle ------------------------------------------------------------------------------------------------ */
@@ -80,6 +81,7 @@ static bool run_oracles(const struct sample *s, const struct run *run, struct re
   r->staged = r->ideal;
   r->staged.staged = dtype;
   if (oracle_run(&r->ideal)) return false;
+  r->kinks = check_kinks(&s->problem.config, &r->ideal);
   r->has_staged = dtype != MOE_FP32 || s->shape[T_DLOGITS].element > ELEMENT_FP32;
   return !r->has_staged || oracle_run(&r->staged) == 0;
 }
@@ -277,8 +279,27 @@ static struct habit habit_of(const struct operand *t, const double *reference, c
   return (struct habit){live > 0 ? sqrt(total / live) : 0, live * (double)shape->columns};
 }
 
+#define TERM 0.5 /* of a row, at most, that one term of it may be */
+
+/* Rows of a tensor that elements on a step of the derivative may change by a term. */
+static int64_t rows_excused(const struct sample *s, enum tensor id, int64_t kinks) {
+  const moe_config *c = &s->problem.config;
+  const int64_t all = kinks > 0 ? s->shape[id].rows : 0;
+  switch ((int)id) {
+  case T_DX:
+  case T_DB1: return kinks;
+  case T_DW1: return c->transposed ? all : kinks;
+  case T_DLATENT_DOWN: return all;
+  case T_DTOPK_WEIGHTS:
+  case T_DLOGITS: return c->weight_on_input ? kinks : 0; /* their gradient comes from dx there */
+  case T_DROUTER_WEIGHT:
+  case T_DROUTER_BIAS: return c->weight_on_input ? all : 0;
+  default: return 0;
+  }
+}
+
 static void compare_rows(const struct sample *s, const struct oracle *o, enum tensor id,
-                         const struct operand *t, double limit, struct verdict *v) {
+                         const struct operand *t, double limit, int64_t excused, struct verdict *v) {
   const struct shape *shape = &s->shape[id];
   const double *reference = t->staged ? t->staged : t->ideal;
   const struct habit habit = habit_of(t, reference, shape);
@@ -288,8 +309,9 @@ static void compare_rows(const struct sample *s, const struct oracle *o, enum te
     for (int64_t i = r * shape->columns; i < (r + 1) * shape->columns; i++)
       error += square(element_load(t->found, shape->element, i) - wanted(t, reference, shape->element, i));
     const double scale = fmax(sqrt(row_square(t, reference, shape, r)), floor);
-    verdict_measure(v, id, r, error > 0 ? sqrt(error) / scale : error, limit * few,
-                    t->staged ? "staged" : "ideal");
+    const double relative = error > 0 ? sqrt(error) / scale : error;
+    if (relative > limit * few && relative <= TERM && excused-- > 0) continue;
+    verdict_measure(v, id, r, relative, limit * few, t->staged ? "staged" : "ideal");
   }
 }
 
@@ -335,9 +357,10 @@ static void compare_tensor(const struct sample *s, const struct run *run, const 
   const struct check_limit *limit = check_limit_of((moe_dtype)coarsest);
   if (t.found == NULL || t.ideal == NULL) return;
   if (low) t.staged = oracle_tensor(&r->staged, id);
-  compare_rows(s, &r->ideal, id, &t, limit->row, v);
+  const int64_t excused = rows_excused(s, id, r->kinks);
+  compare_rows(s, &r->ideal, id, &t, limit->row, excused, v);
   /* The z-loss and balance gradients are judged by rows only: cancellation leaves no norm to speak of. */
-  if (low && id != T_DLOGITS && id != T_DROUTER_WEIGHT && id != T_DROUTER_BIAS)
+  if (low && excused == 0 && id != T_DLOGITS && id != T_DROUTER_WEIGHT && id != T_DROUTER_BIAS)
     compare_whole(s, id, &t, limit, v);
 }
 

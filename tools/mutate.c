@@ -258,6 +258,7 @@ static bool has_drops(const struct sample *s, const struct run *run) {
 static bool lose_capacity(struct sample *changed, const struct run *honest) {
   (void)honest;
   changed->problem.config.capacity_factor = 0;
+  changed->problem.config.drop = MOE_DROP_WEIGHT; /* the other one asks for a capacity */
   return true;
 }
 
