@@ -104,7 +104,7 @@ static moe_status add_product(struct run *run, struct partial *dx, const void *a
   return MOE_OK;
 }
 
-/* Gradients of one-expert parameters over the tokens that take part: d = A^T x, A fp32 [T,m]. */
+/* Gradients of one-expert parameters over the tokens that take part:  d[m,n] = A^T B, A [T,m], B [T,n] in the plan's dtype. */
 static moe_status token_grad(struct run *run, const struct row_map *tokens, const void *a, moe_dtype a_dtype,
                              int64_t m, const void *b, int64_t n, void *d, int accumulate) {
   const moe_config *c = run->config;

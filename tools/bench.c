@@ -263,18 +263,14 @@ int cmd_bench(int argc, char **argv) {
       "bench",           PROBLEM_ARGUMENTS, "Times problems against the limits of the machine.",
       problem_list_help, options,           sizeof options / sizeof *options};
   int count;
-  moe_backend backend;
   int code = cli_parse(&command, argc, argv, &count);
   if (code != CLI_GO_ON) return code;
-  if (!cli_backend(bench.backend_name, &backend))
-    return cli_fail("bench", CLI_USAGE, "--backend %s: wants auto, cpu or cuda", bench.backend_name);
   if (bench.csv && bench.json) return cli_fail("bench", CLI_USAGE, "--csv and --json exclude each other");
   if (count == 0)
     return cli_fail("bench", CLI_USAGE, "wants a problem or @FILE; moeblas bench --help explains them");
-  if (bench.threads && backend == MOE_BACKEND_AUTO) backend = MOE_BACKEND_CPU;
-  moe_status status = moe_context_create(&bench.ctx, backend, (int)bench.threads);
-  if (status != MOE_OK) return cli_fail_status("bench", status);
-  status = moe_timer_create(bench.ctx, &bench.from);
+  code = cli_context("bench", bench.backend_name, bench.threads, &bench.ctx);
+  if (code != CLI_GO_ON) return code;
+  moe_status status = moe_timer_create(bench.ctx, &bench.from);
   if (status == MOE_OK) status = moe_timer_create(bench.ctx, &bench.to);
   code = status == MOE_OK ? run_bench(&bench, argv + 1, count) : cli_fail_status("bench", status);
   moe_timer_destroy(bench.from);

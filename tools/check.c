@@ -296,17 +296,13 @@ int cmd_check(int argc, char **argv) {
       "check",           PROBLEM_ARGUMENTS, "Compares the library with the oracle on problems.",
       problem_list_help, options,           sizeof options / sizeof *options};
   int count;
-  moe_backend backend;
   int code = cli_parse(&command, argc, argv, &count);
   if (code != CLI_GO_ON) return code;
-  if (!cli_backend(job.backend_name, &backend))
-    return cli_fail("check", CLI_USAGE, "--backend %s: wants auto, cpu or cuda", job.backend_name);
   if (count == 0 && job.random == 0)
     return cli_fail("check", CLI_USAGE,
                     "wants a problem, @FILE or --random N; moeblas check --help explains them");
-  if (job.threads && backend == MOE_BACKEND_AUTO) backend = MOE_BACKEND_CPU;
-  const moe_status status = moe_context_create(&job.ctx, backend, (int)job.threads);
-  if (status != MOE_OK) return cli_fail_status("check", status);
+  code = cli_context("check", job.backend_name, job.threads, &job.ctx);
+  if (code != CLI_GO_ON) return code;
   if (job.json) {
     job.out.stream = stdout;
     json_open(&job.out, NULL, '{');

@@ -142,6 +142,15 @@ const char *cli_backend_name(moe_backend backend) {
   return (unsigned)backend < 3 ? backend_names[backend] : "unknown";
 }
 
+int cli_context(const char *command, const char *name, int64_t threads, moe_context **ctx) {
+  moe_backend backend;
+  if (!cli_backend(name, &backend))
+    return cli_fail(command, CLI_USAGE, "--backend %s: wants auto, cpu or cuda", name);
+  if (threads && backend == MOE_BACKEND_AUTO) backend = MOE_BACKEND_CPU;
+  const moe_status status = moe_context_create(ctx, backend, (int)threads);
+  return status == MOE_OK ? CLI_GO_ON : cli_fail_status(command, status);
+}
+
 /* https://no-color.org: set and not empty means no. */
 static bool colour(FILE *stream) {
   const char *off = getenv("NO_COLOR");

@@ -58,6 +58,9 @@ int cli_fail_status(const char *command, moe_status status);
 /* "auto", "cpu", "cuda" (NULL: auto). False if it is none of them. */
 bool cli_backend(const char *name, moe_backend *backend);
 const char *cli_backend_name(moe_backend backend);
+/* The context that --backend and --threads ask for: with auto, a number of threads implies the CPU. CLI_GO_ON, or the exit
+ * code after its sentence. */
+int cli_context(const char *command, const char *name, int64_t threads, moe_context **ctx);
 
 /* ESC[...m, or "" where stream is no terminal, NO_COLOR is set, or TERM is dumb. */
 const char *cli_green(FILE *stream);
