@@ -3,6 +3,7 @@
  * From public arguments to a launch of the grouped products: which problems fit wgmma, which instance takes them, the
  * tensor map of the weights. Host code only; nothing here looks at device memory. */
 #include <cuda.h>
+#include <stdlib.h>
 
 #include "../launch.h"
 #include "host.h"
@@ -14,8 +15,15 @@ static int64_t tiles_of(int64_t rows, int64_t experts) { return rows / BM + (row
 
 static bool gated_halves(const moe_act_desc *act) { return act->gated && act->layout != MOE_LAYOUT_INTERLEAVED; }
 
+/* 192 columns a tile, or 128 where that leaves less of the last one empty: a column of a 128-wide tile costs a fifth more. The
+ * N-contiguous boxes of a gated pair in halves are 64 wide, which only 128 allows. */
+static int better_width(int64_t n) {
+  return CEIL_DIV(n, 192) * 192 * 5 <= CEIL_DIV(n, 128) * 128 * 6 ? 192 : 128;
+}
 static int tile_width(const moe_gemm_args *args) {
-  return args->epilogue == MOE_EPILOGUE_DACT || args->n <= 128 ? 128 : 256;
+  if (getenv("MOE_BN")) return atoi(getenv("MOE_BN"));
+  const bool halves = args->epilogue == MOE_EPILOGUE_ACT && gated_halves(args->act);
+  return halves && args->b_kn ? 128 : better_width(args->n);
 }
 
 static const gemm_instance *instance_of(const moe_gemm_args *args) {
@@ -69,6 +77,9 @@ static moe_status make_map(const moe_context *ctx, const char *op, const void *b
 
 static moe_status gemm_maps(const moe_context *ctx, const moe_gemm_args *args, int box_rows, gemm_params *p) {
   const cuuint64_t n = args->n, k = args->k;
+#ifdef ROW_TMA
+  if (args->gather_topk > 0) TRY(make_map(ctx, "gemm", args->a, k, args->rows / args->gather_topk, 0, 1, &p->a_map));
+#endif
   if (args->gather_topk == 0) TRY(make_map(ctx, "gemm", args->a, k, args->rows, 0, BM, &p->a_map));
   if (args->b_kn) return make_map(ctx, "gemm", args->b, n, k, args->experts, BK, &p->b_map);
   return make_map(ctx, "gemm", args->b, k, n, args->experts, box_rows, &p->b_map);
@@ -161,10 +172,10 @@ extern "C" moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_arg
   p.d = args->d;
   p.d_fp32 = args->d_dtype == MOE_FP32;
   p.accumulate = args->accumulate;
-  const bool wide = args->n > 128;
-  const void *kernel = wide ? (const void *)wgrad_kernel<256, 4> : (const void *)wgrad_kernel<128, 4>;
-  const size_t shared = (wide ? sizeof(wgrad_shared<256, 4>) : sizeof(wgrad_shared<128, 4>));
-  const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, wide ? 256 : 128);
+  const bool wide = better_width(args->n) == 192;
+  const void *kernel = wide ? (const void *)wgrad_kernel<192, 5> : (const void *)wgrad_kernel<128, 6>;
+  const size_t shared = (wide ? sizeof(wgrad_shared<192, 5>) : sizeof(wgrad_shared<128, 6>));
+  const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, wide ? 192 : 128);
   const struct cuda_grid grid = {tiles < ctx->units ? tiles : ctx->units, 1, 1, 384, shared};
   return moe_cuda_launch("wgrad", kernel, grid, &p, stream);
 }
@@ -172,11 +183,11 @@ extern "C" moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_arg
 static moe_status load(const gemm_instance *instance) { return moe_cuda_load(&instance->kernel, 1); }
 
 extern "C" moe_status moe_cuda_load_wgmma(void) {
-  const void *const wgrad[] = {(const void *)wgrad_kernel<256, 4>, (const void *)wgrad_kernel<128, 4>};
+  const void *const wgrad[] = {(const void *)wgrad_kernel<192, 5>, (const void *)wgrad_kernel<128, 6>};
   for (int i = 0; i < 4; i++) {
-    TRY(load(moe_cuda_gemm_store(i % 2 ? 128 : 256, i / 2)));
-    TRY(load(moe_cuda_gemm_act(i % 2 ? 128 : 256, i / 2)));
-    if (i % 2) TRY(load(moe_cuda_gemm_dact(128, i / 2)));
+    TRY(load(moe_cuda_gemm_store(i % 2 ? 128 : 192, i / 2)));
+    TRY(load(moe_cuda_gemm_act(i % 2 ? 128 : 192, i / 2)));
+    TRY(load(moe_cuda_gemm_dact(i % 2 ? 128 : 192, i / 2)));
   }
   return moe_cuda_load(wgrad, 2);
 }

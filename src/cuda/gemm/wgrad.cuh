@@ -5,7 +5,7 @@
  *   rows of e  ┌ A: 64 x BM ┐      one block = one BM x BN tile of one expert at a time, walked persistently
  *   (K)        └            ┘      warpgroup 0     producer: 64 rows of A and of B a stage; an operand that is gathered by
  *              ┌ B: 64 x BN ┐                      16-byte cp.async, one that is not by TMA
- *              └            ┘      warpgroup 1, 2  consumers: 64 of the BM lines of D each, wgmma 64 x BN x 16 on operands whose
+ *              └            ┘      warpgroup 1, 2  consumers in turn, as in gemm.cuh: two wgmma 64 x BN x 16 a step, on operands whose
  *                                                  contiguous dimension is M and N
  * Invariants   rows past the expert's end are zero in both operands (the last stage is loaded by cp.async), so that what a
  *              neighbour holds, NaN too, cannot matter; one chain of accumulation over ascending rows. An expert without rows
@@ -37,9 +37,10 @@ struct wgrad_params {
 template <int BN, int STAGES> struct wgrad_shared {
   bf16 a[STAGES][BM * BK];
   bf16 b[STAGES][BN * BK];
-  bf16 h[CONSUMER_WARPS][16 * STAGING_COLUMNS];
+  warp_staging<STORE> staging[CONSUMERS * GROUP_WARPS];
   uint64_t full[STAGES];
   uint64_t empty[STAGES];
+  uint64_t turn[CONSUMERS];
 };
 
 struct wgrad_tile {
@@ -53,23 +54,25 @@ template <int BN> __device__ __forceinline__ wgrad_tile wgrad_place(const wgrad_
   return {expert, begin, max(begin, end), local % lines * BM, local / lines * BN, local / lines};
 }
 
-/* Rows of one operand for one stage, 16-byte chunk t % 16 (+ 16) of rows t / 16 + 8 j for thread t. `whole`: all rows are the
- * expert's. An address is one multiply-add: this loop decides how fast rows can be gathered. */
+__device__ __forceinline__ int wgrad_blocks(const wgrad_tile &place) { return (place.row1 - place.row0 + BK - 1) / BK; }
+
+/* Rows of one operand for one stage: 16-byte chunk t % 8 of every 64 columns of rows t / 8 + 16 j for thread t. `whole`: all rows
+ * are the expert's. An address is one multiply-add: this loop decides how fast rows can be gathered. */
 template <int COLUMNS>
 __device__ __forceinline__ void copy_rows(bf16 *stage, const wgrad_operand &o, const int *source_row, int row0,
                                           int row1, int column0, bool whole) {
-  const int chunk = threadIdx.x % 16, line = threadIdx.x / 16, column = column0 + chunk * 8;
-  const uint32_t dst = smem_address(stage) + chunk / 8 * 8192 + line * 128 + ((chunk % 8) ^ line) * 16;
+  const int chunk = threadIdx.x % 8, line = threadIdx.x / 8, column = column0 + chunk * 8;
+  const uint32_t dst = smem_address(stage) + line * 128 + ((chunk ^ (line % 8)) * 16);
   const uint32_t stride_bytes = (uint32_t)o.columns * 2;
   const char *base = reinterpret_cast<const char *>(o.data + column);
 #pragma unroll
-  for (int j = 0; j < 8; j++) {
-    const int row = row0 + line + 8 * j;
+  for (int j = 0; j < 4; j++) {
+    const int row = row0 + line + 16 * j;
     const bool mine = whole || row < row1;
     const char *source = base + (uint64_t)(uint32_t)(o.gathered ? source_row[j] : row) * stride_bytes;
 #pragma unroll
-    for (int half = 0; half < COLUMNS / 128; half++)
-      cp_async_16(dst + j * 1024 + half * 16384, source + half * 256, mine && column + half * 128 < o.columns);
+    for (int box = 0; box < COLUMNS / 64; box++)
+      cp_async_16(dst + j * 2048 + box * 8192, source + box * 128, mine && column + box * 64 < o.columns);
   }
 }
 
@@ -80,11 +83,11 @@ __device__ __forceinline__ void copy_boxes(bf16 *stage, const wgrad_operand &o, 
     tma_load_2d(stage + block * BK, &o.map, barrier, column0 + block, row0);
 }
 
-/* Rows of the gathered operand for rows row0 + t / 16 + 8 j. */
+/* Rows of the gathered operand for rows row0 + t / 8 + 16 j. */
 __device__ __forceinline__ void source_rows(const wgrad_params &p, int row0, int row1, int *source) {
 #pragma unroll
-  for (int j = 0; j < 8; j++) {
-    const int row = row0 + (int)threadIdx.x / 16 + 8 * j;
+  for (int j = 0; j < 4; j++) {
+    const int row = row0 + (int)threadIdx.x / 8 + 16 * j;
     source[j] = row < row1 && p.row_slot ? p.row_slot[row] : row;
     if (p.magic) source[j] = (int)(__umulhi((uint32_t)source[j], p.magic) >> p.shift);
   }
@@ -92,13 +95,13 @@ __device__ __forceinline__ void source_rows(const wgrad_params &p, int row0, int
 
 template <int BN, int STAGES>
 __device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES> &s, const wgrad_params &p, int tiles) {
-  ring<STAGES> at = {0, 1};
+  ring at = {0, 1};
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const wgrad_tile place = wgrad_place<BN>(p, tile);
-    int source[8];
+    int source[4];
     source_rows(p, place.row0, place.row1, source);
-    for (int row0 = place.row0; row0 < place.row1; row0 += BK, at.advance()) {
-      int next[8]; /* asked for before this stage is waited for */
+    for (int row0 = place.row0; row0 < place.row1; row0 += BK, at.advance<STAGES>()) {
+      int next[4]; /* asked for before this stage is waited for */
       source_rows(p, row0 + BK, place.row1, next);
       const bool whole = row0 + BK <= place.row1, bulk_a = whole && !p.a.gathered, bulk_b = whole && !p.b.gathered;
       mbarrier_wait(&s.empty[at.stage], at.phase);
@@ -116,45 +119,63 @@ __device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES> &s, cons
       }
       mbarrier_arrive_cp_async(&s.full[at.stage]);
 #pragma unroll
-      for (int j = 0; j < 8; j++) source[j] = next[j];
+      for (int j = 0; j < 4; j++) source[j] = next[j];
     }
   }
 }
 
 template <int BN, int STAGES>
 __device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES> &s, const wgrad_params &p, int tiles) {
-  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4;
-  ring<STAGES> at = {0, 0};
-  float acc[BN / 2];
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+  const int group = threadIdx.x / 128 - 1;
+  ring at = {0, 0};
+  uint32_t round = group ^ 1; /* the first turn is the first group's */
+  float acc[BM / 64 * BN / 2];
+  for (int tile = blockIdx.x, turn = 0; tile < tiles; tile += gridDim.x, turn ^= 1) {
     const wgrad_tile place = wgrad_place<BN>(p, tile);
-    if (place.row0 == place.row1) {
+    const int blocks = wgrad_blocks(place);
+    if (turn != group) {
+      at.skip<STAGES>(blocks);
+      continue;
+    }
+    mbarrier_wait(&s.turn[group], round);
+    round ^= 1;
+    if (blocks == 0) {
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.turn[group ^ 1]);
       if (p.accumulate) continue;
 #pragma unroll
-      for (int i = 0; i < BN / 2; i++) acc[i] = 0;
+      for (int i = 0; i < BM / 64 * BN / 2; i++) acc[i] = 0;
     }
     int held = 0;
-    for (int row0 = place.row0; row0 < place.row1; row0 += BK, at.advance()) {
+    for (int block = 0; block < blocks; block++, at.advance<STAGES>()) {
       mbarrier_wait(&s.full[at.stage], at.phase);
+      if (block == blocks - 1 && threadIdx.x % 32 == 0) mbarrier_arrive(&s.turn[group ^ 1]);
       fence_async_shared(); /* a gathered operand was written by ordinary (cp.async) accesses */
-      const uint64_t da = wgmma_descriptor(smem_address(s.a[at.stage] + group * 64 * BK), 1024, 8192);
       const uint64_t db = wgmma_descriptor(smem_address(s.b[at.stage]), 1024, 8192);
       wgmma_fence();
 #pragma unroll
-      for (int kk = 0; kk < 4; kk++) wgmma<BN, 1, 1>::run(acc, da + kk * 128, db + kk * 128, row0 > place.row0 || kk > 0);
+      for (int half = 0; half < BM / 64; half++) {
+        const uint64_t da = wgmma_descriptor(smem_address(s.a[at.stage] + half * 64 * BK), 1024, 8192);
+#pragma unroll
+        for (int kk = 0; kk < 4; kk++)
+          wgmma<BN, 1, 1>::run(acc + half * (BN / 2), da + kk * 128, db + kk * 128, block > 0 || kk > 0);
+      }
       wgmma_commit();
       wgmma_wait<1>();
-      if (row0 > place.row0 && threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
+      if (block > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
       held = at.stage;
     }
     wgmma_wait<0>();
-    if (place.row0 < place.row1 && threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
+    if (blocks > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
     const int m = p.a.columns, n = p.b.columns;
-    const warp_tile w = {s.h[warp], STAGING_COLUMNS, nullptr, (int)threadIdx.x % 32, place.m0 + warp * 16, m};
-    const float ones[2] = {1, 1};
     const int64_t base = (int64_t)place.expert * m * n;
     void *d = p.d_fp32 ? (void *)(static_cast<float *>(p.d) + base) : (void *)(static_cast<bf16 *>(p.d) + base);
-    store_steps<BN>(acc, w, {d, n, p.d_fp32 != 0, p.accumulate != 0}, place.column, nullptr, ones);
+#pragma unroll 1
+    for (int step = 0; step < BM / 64 * BN / 64; step++) {
+      const warp_tile w = half_of(s.staging, place.m0, m, step / (BN / 64));
+      const int n0 = place.n0 + step % (BN / 64) * 64;
+      if (n0 >= n || w.row0 >= m) continue;
+      store_step<BN>(acc, w, {d, n, p.d_fp32 != 0, p.accumulate != 0}, step, n0, nullptr, {{1, 1}});
+    }
   }
 }
 
@@ -165,17 +186,18 @@ template <int BN, int STAGES> __global__ void __launch_bounds__(384, 1) wgrad_ke
     if (smem_address(raw) % 1024 != 0) __trap(); /* the swizzle counts from there */
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(&s.full[i], 128 + 1);
-      mbarrier_init(&s.empty[i], CONSUMER_WARPS);
+      mbarrier_init(&s.empty[i], GROUP_WARPS);
     }
+    for (int i = 0; i < CONSUMERS; i++) mbarrier_init(&s.turn[i], GROUP_WARPS);
     fence_barrier_init();
   }
   __syncthreads();
   const int tiles = p.experts * ((p.a.columns + BM - 1) / BM) * ((p.b.columns + BN - 1) / BN);
   if (threadIdx.x < 128) {
-    registers_shrink<72>();
+    registers_shrink<40>();
     wgrad_producer<BN, STAGES>(s, p, tiles);
   } else {
-    registers_grow<216>();
+    registers_grow<232>();
     wgrad_consumer<BN, STAGES>(s, p, tiles);
   }
 }

@@ -55,6 +55,13 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/* threadIdx.x, read where it stands (10.1): a value the compiler may not keep instead. */
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 /* Registers a thread of this warpgroup may use from here on (9.7.19.5). All warps of the warpgroup. */
 template <int COUNT> __device__ __forceinline__ void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));

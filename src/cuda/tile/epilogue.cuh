@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What happens to a warp's 16 x BN accumulators. They pass through shared memory of the warp's own, 64 columns (DACT: 32) a
- * step, so that device memory sees whole 16-byte pieces of rows and the activation runs in a plain loop, on any activation,
- * without registers of the product being indexed. Lane l then has line l/2 and every other 4 columns: sums over a line stay
- * in a register, and no two lanes meet in a bank.
+ * What happens to a warp's accumulators. A tile's 128 rows are two halves of 64, of which a warp has 16; an epilogue walks them in
+ * steps of 64 columns of results or 32 elements of the activation. Results pass through shared memory of the warp's own,
+ * so that device memory sees whole 16-byte pieces of rows; h of DACT comes through it the other way.
  *
- * Accumulator 4 J + 2 i + c of lane l is row l/4 + 8 i, column 8 J + 2 (l%4) + c of the warp's rows.
- * h in staging: columns as they come, or, for a gated pair in halves, first the gate run and then the up run. */
+ * Accumulator 4 J + 2 i + c of lane l is row l/4 + 8 i, column 8 J + 2 (l%4) + c of the warp's rows in a half. A pair is the two
+ * columns c = 0, 1, and the activation is computed on pairs, 8 elements of a lane at once: the warp is alone on its scheduler while
+ * the other consumer multiplies, and only independent instructions hide their latency. No two lanes meet in a bank.
+ * h in staging: gate and up of an element are 32 columns apart, or (interleave 1) beside each other. */
 #pragma once
 
 #include "../../act.h"
@@ -16,63 +17,70 @@ enum { STORE = MOE_EPILOGUE_STORE, ACT = MOE_EPILOGUE_ACT, DACT = MOE_EPILOGUE_D
 typedef __nv_bfloat16 bf16;
 typedef __nv_bfloat162 bf16x2;
 
-enum { DA_LINE = 40 }; /* floats of a staged line of 32 */
-
 struct warp_tile {
-  bf16 *h;        /* [16, line] */
-  int line;       /* elements: STAGING_COLUMNS, or 2 BN + 8 for DACT, so that lines are 4 banks apart */
-  float *da;      /* [16, DA_LINE], DACT */
+  bf16 *h;        /* [16, STAGING_LINE], DACT: two of them */
+  bf16 *a;        /* [16, A_LINE], DACT: weight * a */
   int lane;
   int row0, row1; /* of the matrix: first row of the warp, end of the tile's rows */
 };
 
 /* Columns of h that hold some elements: one or two runs. The second is staged `second` columns after the first. */
 struct h_runs {
-  int64_t width;    /* of h */
-  int64_t begin[2]; /* first column */
-  int count[2];     /* columns */
-  int second;
+  int width;          /* of h */
+  int begin, up;      /* first columns */
+  int count;          /* columns of each; 0 or less: none */
+  int second;         /* 0: there is one run */
 };
 
-__device__ __forceinline__ h_runs runs_of(const gemm_params &p, int64_t f0, int elements) {
-  const int left = (int)min((int64_t)elements, p.inter - f0);
-  if (!p.act.gated) return {p.inter, {f0, 0}, {left, 0}, 0};
-  if (p.act.layout == MOE_LAYOUT_INTERLEAVED) return {2 * (int64_t)p.inter, {2 * f0, 0}, {2 * left, 0}, 0};
-  const int64_t gate = p.up_distance > 0 ? 0 : p.inter;
-  return {2 * (int64_t)p.inter, {gate + f0, gate + p.up_distance + f0}, {left, left}, elements};
+__device__ __forceinline__ h_runs runs_of(const gemm_params &p, int f0, int elements) {
+  const int left = min(elements, p.inter - f0);
+  if (!p.act.gated) return {p.inter, f0, 0, left, 0};
+  if (p.act.layout == MOE_LAYOUT_INTERLEAVED) return {2 * p.inter, 2 * f0, 0, 2 * left, 0};
+  const int gate = p.up_distance > 0 ? 0 : p.inter;
+  return {2 * p.inter, gate + f0, gate + p.up_distance + f0, left, elements};
 }
 
-/* 16-byte pieces; every count is a multiple of 8 because F is. MOST: pieces of a line that there can be. */
-template <int MOST> __device__ __forceinline__ void rows_out(const warp_tile &w, bf16 *dst, const h_runs &r) {
+/* The 16-byte piece of a staged line that a lane copies, of lines lane / 8 + 4 i; every count is a multiple of 8 because F is. */
+struct lane_piece {
+  int staged; /* from the start of the staging */
+  int column; /* of the matrix; -1: none */
+};
+
+__device__ __forceinline__ lane_piece piece_of(const warp_tile &w, const h_runs &r) {
+  const int at = w.lane % 8 * 8;
+  const bool up = r.second > 0 && at >= r.second;
+  const int inside = up ? at - r.second : at;
+  return {w.lane / 8 * STAGING_LINE + at, inside < r.count ? (up ? r.up : r.begin) + inside : -1};
+}
+
+__device__ __forceinline__ void rows_out(const warp_tile &w, bf16 *dst, const h_runs &r) {
+  const lane_piece piece = piece_of(w, r);
+  if (piece.column < 0) return;
+  const int row = w.row0 + w.lane / 8;
+  bf16 *to = dst + (int64_t)row * r.width + piece.column;
 #pragma unroll 2
-  for (int piece = w.lane; piece < 16 * MOST; piece += 32) {
-    const int line = piece / MOST, at = piece % MOST * 8;
-    if (w.row0 + line >= w.row1) return;
-#pragma unroll
-    for (int run = 0; run < 2; run++)
-      if (at < r.count[run])
-        *reinterpret_cast<int4 *>(dst + (w.row0 + line) * r.width + r.begin[run] + at) =
-            *reinterpret_cast<const int4 *>(w.h + line * w.line + run * r.second + at);
-  }
+  for (int i = 0; i < 4; i++)
+    if (row + 4 * i < w.row1)
+      *reinterpret_cast<int4 *>(to + (int64_t)i * 4 * r.width) =
+          *reinterpret_cast<const int4 *>(w.h + piece.staged + i * 4 * STAGING_LINE);
 }
-template <int MOST> __device__ __forceinline__ void rows_in(const warp_tile &w, const bf16 *src, const h_runs &r) {
-  for (int piece = w.lane; piece < 16 * MOST; piece += 32) {
-    const int line = piece / MOST, at = piece % MOST * 8;
-    if (w.row0 + line >= w.row1) return;
+__device__ __forceinline__ void rows_in(const warp_tile &w, const bf16 *src, const h_runs &r) {
+  const lane_piece piece = piece_of(w, r);
+  if (piece.column < 0) return;
+  const int row = w.row0 + w.lane / 8;
+  const bf16 *from = src + (int64_t)row * r.width + piece.column;
+  const uint32_t to = smem_address(w.h + piece.staged);
 #pragma unroll
-    for (int run = 0; run < 2; run++)
-      if (at < r.count[run])
-        cp_async_16(smem_address(w.h + line * w.line + run * r.second + at),
-                    src + (w.row0 + line) * r.width + r.begin[run] + at, true);
-  }
+  for (int i = 0; i < 4; i++)
+    if (row + 4 * i < w.row1) cp_async_16(to + i * 4 * STAGING_LINE * 2, from + (int64_t)i * 4 * r.width, true);
 }
 
-__device__ __forceinline__ float row_weight(const gemm_params &p, int row, int row1) {
-  if (p.weights == nullptr || row >= row1) return 1.0f;
-  return p.weights[p.row_slot ? p.row_slot[row] : row];
+__device__ __forceinline__ float row_weight(const float *weights, const int *row_slot, int row, int row1) {
+  if (weights == nullptr || row >= row1) return 1.0f;
+  return weights[row_slot ? row_slot[row] : row];
 }
 
-__device__ __forceinline__ float2 bias_at(const bf16 *bias, int64_t column, int64_t n) {
+__device__ __forceinline__ float2 bias_at(const bf16 *bias, int column, int n) {
   if (bias == nullptr || column >= n) return make_float2(0, 0);
   return __bfloat1622float2(*reinterpret_cast<const bf16x2 *>(bias + column));
 }
@@ -80,56 +88,38 @@ __device__ __forceinline__ float2 bias_at(const bf16 *bias, int64_t column, int6
 /* COUNT groups of 8 accumulator columns, scaled, biased and rounded, to staging columns `to` on. */
 template <int COUNT>
 __device__ __forceinline__ void stage_h(const float *acc, const warp_tile &w, int to, const float *weight,
-                                        const bf16 *bias, int64_t n0, int64_t n) {
+                                        const bf16 *bias, int n0, int n) {
 #pragma unroll
   for (int jj = 0; jj < COUNT; jj++) {
     const int inside = 8 * jj + 2 * (w.lane % 4);
     const float2 b = bias_at(bias, n0 + inside, n);
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      *reinterpret_cast<bf16x2 *>(w.h + (w.lane / 4 + 8 * i) * w.line + to + inside) = __floats2bfloat162_rn(
+      *reinterpret_cast<bf16x2 *>(w.h + (w.lane / 4 + 8 * i) * STAGING_LINE + to + inside) = __floats2bfloat162_rn(
           weight[i] * acc[4 * jj + 2 * i] + b.x, weight[i] * acc[4 * jj + 2 * i + 1] + b.y);
   }
 }
 
-/* ---- the activation on staged lines, four elements at a time */
+/* ---- the activation on staged pairs */
 
-__device__ __forceinline__ void unpack(uint2 v, float *f) {
-  const float2 low = __bfloat1622float2(*reinterpret_cast<bf16x2 *>(&v.x));
-  const float2 high = __bfloat1622float2(*reinterpret_cast<bf16x2 *>(&v.y));
-  f[0] = low.x, f[1] = low.y, f[2] = high.x, f[3] = high.y;
-}
-__device__ __forceinline__ uint2 pack(const float *f) {
-  const bf16x2 low = __floats2bfloat162_rn(f[0], f[1]), high = __floats2bfloat162_rn(f[2], f[3]);
-  return make_uint2(*reinterpret_cast<const uint32_t *>(&low), *reinterpret_cast<const uint32_t *>(&high));
+__device__ __forceinline__ float2 pair_at(const bf16 *at) { return __bfloat1622float2(*reinterpret_cast<const bf16x2 *>(at)); }
+__device__ __forceinline__ void put_pair(bf16 *at, float x, float y) {
+  *reinterpret_cast<bf16x2 *>(at) = __floats2bfloat162_rn(x, y);
 }
 
 __device__ __forceinline__ bool in_pairs(const gemm_params &p) {
   return p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED && p.act.interleave == 1;
 }
 
-/* Gate and up of 4 elements: at `gate`, and `up` further on or (pairs) alternating. */
-__device__ __forceinline__ void load_h(const bf16 *gate, int up, bool pairs, bool gated, float *g, float *u) {
-  if (pairs) {
-    float both[8];
-    unpack(*reinterpret_cast<const uint2 *>(gate), both);
-    unpack(*reinterpret_cast<const uint2 *>(gate + 4), both + 4);
-#pragma unroll
-    for (int c = 0; c < 4; c++) g[c] = both[2 * c], u[c] = both[2 * c + 1];
-    return;
-  }
-  unpack(*reinterpret_cast<const uint2 *>(gate), g);
-  if (gated) unpack(*reinterpret_cast<const uint2 *>(gate + up), u);
+/* Gate and up of a pair of elements. */
+__device__ __forceinline__ void load_h(const bf16 *at, bool beside, bool gated, float *g, float *u) {
+  const float2 first = pair_at(at), second = gated ? pair_at(at + (beside ? 2 : 32)) : make_float2(0, 0);
+  g[0] = first.x, g[1] = beside ? second.x : first.y;
+  u[0] = beside ? first.y : second.x, u[1] = second.y;
 }
-__device__ __forceinline__ void store_h(bf16 *gate, int up, bool pairs, bool gated, const float *g, const float *u) {
-  if (pairs) {
-    const float both[8] = {g[0], u[0], g[1], u[1], g[2], u[2], g[3], u[3]};
-    *reinterpret_cast<uint2 *>(gate) = pack(both);
-    *reinterpret_cast<uint2 *>(gate + 4) = pack(both + 4);
-    return;
-  }
-  *reinterpret_cast<uint2 *>(gate) = pack(g);
-  if (gated) *reinterpret_cast<uint2 *>(gate + up) = pack(u);
+__device__ __forceinline__ void store_h(bf16 *at, bool beside, bool gated, const float *g, const float *u) {
+  put_pair(at, g[0], beside ? u[0] : g[1]);
+  if (gated) put_pair(at + (beside ? 2 : 32), beside ? g[1] : u[0], u[1]);
 }
 
 /* v(u') + offset and its slope. Selections rather than branches, so that elements overlap in the pipelines. */
@@ -148,121 +138,144 @@ template <bool TANH> __device__ __forceinline__ float up_slope(const gemm_params
   return u < p.act.up_min || u > p.act.up_max ? 0.0f : slope;
 }
 
-/* a over the gate elements it came from. */
-template <int KIND, bool TANH>
-__device__ __forceinline__ void act_rows(const warp_tile &w, const gemm_params &p, int elements) {
-  const bool pairs = in_pairs(p), gated = p.act.gated;
+/* a of 32 elements, each pair where its gate was. */
+template <int KIND, bool TANH> __device__ __forceinline__ void act_rows(const warp_tile &w, const gemm_params &p) {
+  const bool beside = in_pairs(p), gated = p.act.gated;
   const float max = p.act.gate_max, alpha = p.act.alpha, beta = p.act.beta;
-  bf16 *line = w.h + w.lane / 2 * w.line;
-#pragma unroll 2
-  for (int column = w.lane % 2 * 4; column < elements; column += 8) {
-    float g[4], u[4];
-    bf16 *at = line + (pairs ? 2 * column : column);
-    load_h(at, 32, pairs, gated, g, u);
+  bf16 *const first = w.h + w.lane / 4 * STAGING_LINE + w.lane % 4 * (beside ? 4 : 2);
+#pragma unroll 1
+  for (int column = 0; column < 32; column += 16) {
 #pragma unroll
-    for (int c = 0; c < 4; c++) g[c] = moe_act_f(KIND, g[c] > max ? max : g[c], alpha, beta);
-    if (gated) {
+    for (int q = 0; q < 4; q++) {
+      const int element = column + q / 2 * 8;
+      bf16 *at = first + q % 2 * 8 * STAGING_LINE + (beside ? 2 * element : element);
+      float g[2], u[2];
+      load_h(at, beside, gated, g, u);
 #pragma unroll
-      for (int c = 0; c < 4; c++) g[c] *= up_value<TANH>(p, u[c]);
+      for (int c = 0; c < 2; c++) {
+        g[c] = moe_act_f(KIND, g[c] > max ? max : g[c], alpha, beta);
+        if (gated) g[c] *= up_value<TANH>(p, u[c]);
+      }
+      put_pair(at, g[0], g[1]);
     }
-    *reinterpret_cast<uint2 *>(at) = pack(g);
   }
 }
 
-/* h of 32 elements from `gate` on becomes dh, da becomes weight * a; returns the line's sum of da * a. */
+/* What DACT keeps for the two rows of a lane. */
+struct dact_lane {
+  float weight[2];
+  float sum[2]; /* of da * a so far */
+};
+
+/* 16 elements from `column` on, 4 pairs a lane: h becomes dh, weight * a is staged. da as in accumulators. */
 template <int KIND, bool TANH>
-__device__ __forceinline__ float dact_rows(const warp_tile &w, const gemm_params &p, int gate, int up, int left,
-                                           float weight) {
-  const bool pairs = in_pairs(p), gated = p.act.gated;
+__device__ __forceinline__ void dact_rows(const warp_tile &w, const gemm_params &p, const float *da, int column, int left,
+                                          dact_lane &lane) {
+  const bool beside = in_pairs(p), gated = p.act.gated;
   const float max = p.act.gate_max, alpha = p.act.alpha, beta = p.act.beta;
-  float sum = 0;
-#pragma unroll 2
-  for (int column = w.lane % 2 * 4; column < left; column += 8) {
-    float g[4], u[4] = {0, 0, 0, 0}, a[4];
-    bf16 *at = w.h + w.lane / 2 * w.line + gate + (pairs ? 2 * column : column);
-    float4 *da4 = reinterpret_cast<float4 *>(w.da + w.lane / 2 * DA_LINE + column);
-    const float4 loaded = *da4;
-    const float da[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-    load_h(at, up, pairs, gated, g, u);
 #pragma unroll
-    for (int c = 0; c < 4; c++) {
+  for (int q = 0; q < 4; q++) {
+    const int i = q % 2, element = column + q / 2 * 8 + w.lane % 4 * 2, line = w.lane / 4 + 8 * i;
+    bf16 *at = w.h + line * STAGING_LINE + (beside ? 2 * element : element);
+    float g[2], u[2], a[2];
+    load_h(at, beside, gated, g, u);
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
       const float f = moe_act_f(KIND, g[c] > max ? max : g[c], alpha, beta), inner = moe_act_df(KIND, g[c], alpha, beta);
       const float df = g[c] > max ? 0.0f : inner;
-      const float v = gated ? up_value<TANH>(p, u[c]) : 1.0f, scaled = weight * da[c];
+      const float v = gated ? up_value<TANH>(p, u[c]) : 1.0f;
+      const float d = da[q / 2 * 4 + 2 * i + c], scaled = lane.weight[i] * d;
       a[c] = f * v;
-      sum += da[c] * a[c];
-      a[c] *= weight;
+      lane.sum[i] += element < left ? d * a[c] : 0.0f; /* past the end h is anything */
+      a[c] *= lane.weight[i];
       g[c] = scaled * df * v;
       u[c] = scaled * f * up_slope<TANH>(p, u[c]);
     }
-    store_h(at, up, pairs, gated, g, u);
-    *reinterpret_cast<uint2 *>(da4) = pack(a);
+    store_h(at, beside, gated, g, u);
+    put_pair(w.a + line * A_LINE + element, a[0], a[1]);
   }
-  return sum;
 }
 
 /* The switches stand outside the loops, one expansion a row of moeblas_act.def. */
-template <bool TANH> __device__ __forceinline__ void act_switch(const warp_tile &w, const gemm_params &p, int elements) {
+template <bool TANH> __device__ __forceinline__ void act_switch(const warp_tile &w, const gemm_params &p) {
   switch ((int)p.act.kind) {
 #define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df) \
-  case value: act_rows<value, TANH>(w, p, elements); break;
+  case value: act_rows<value, TANH>(w, p); break;
 #include "moeblas_act.def"
 #undef MOE_ACT
   }
 }
 template <bool TANH>
-__device__ __forceinline__ float dact_switch(const warp_tile &w, const gemm_params &p, int gate, int up, int left,
-                                             float weight) {
+__device__ __forceinline__ void dact_switch(const warp_tile &w, const gemm_params &p, const float *da, int column, int left,
+                                            dact_lane &lane) {
   switch ((int)p.act.kind) {
 #define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df) \
-  case value: return dact_rows<value, TANH>(w, p, gate, up, left, weight);
+  case value: dact_rows<value, TANH>(w, p, da, column, left, lane); break;
 #include "moeblas_act.def"
 #undef MOE_ACT
   }
-  return 0;
 }
 
-/* [16, elements] from groups of 4 that lie `stride` elements apart in lines of `line`, to columns f0 .. of d [., F]. */
-__device__ __forceinline__ void groups_out(const warp_tile &w, const bf16 *src, int line, int stride, int elements,
-                                           bf16 *d, int64_t width, int64_t f0) {
-  const int pieces = elements / 8;
-  for (int piece = w.lane; piece < 16 * pieces; piece += 32) {
-    const int row = piece / pieces, at = piece % pieces;
-    if (w.row0 + row >= w.row1 || f0 + at * 8 >= width) continue;
-    const uint2 low = *reinterpret_cast<const uint2 *>(src + row * line + 2 * at * stride);
-    const uint2 high = *reinterpret_cast<const uint2 *>(src + row * line + (2 * at + 1) * stride);
-    *reinterpret_cast<uint4 *>(d + (w.row0 + row) * width + f0 + at * 8) = make_uint4(low.x, low.y, high.x, high.y);
+/* [16, 32] elements from staged lines of `line`, pairs `stride` apart, to columns f0 .. of d [., F]. */
+__device__ __forceinline__ void elements_out(const warp_tile &w, const bf16 *src, int line, int stride, bf16 *d, int width,
+                                             int f0) {
+  const int column = w.lane % 4 * 8, row = w.row0 + w.lane / 4;
+  if (f0 + column >= width) return;
+  const bf16 *from = src + w.lane / 4 * line + column / 2 * stride;
+  bf16 *to = d + (int64_t)row * width + f0 + column;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    uint4 v;
+    if (stride == 2) {
+      v = *reinterpret_cast<const uint4 *>(from + i * 8 * line);
+    } else {
+      const uint2 *pair = reinterpret_cast<const uint2 *>(from + i * 8 * line);
+      v = make_uint4(pair[0].x, pair[1].x, pair[2].x, pair[3].x);
+    }
+    if (row + 8 * i < w.row1) *reinterpret_cast<uint4 *>(to + (int64_t)i * 8 * width) = v;
   }
 }
 
-/* ---- The three epilogues. The loop over steps stays a loop, so that what it does is expanded once; only the part that
- * names accumulators is a switch over constants, as registers cannot be indexed. */
+/* ---- The three epilogues. The loop over steps stays a loop, so that what it does is expanded once; only the part that names
+ * accumulators is a switch over constants, as registers cannot be indexed. */
 
-#define EACH_STEP(CASE) CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
+#define EACH_OF_12(CASE) \
+  CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11)
+#define EACH_OF_24(CASE)                                                                                        \
+  EACH_OF_12(CASE) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20) CASE(21) \
+  CASE(22) CASE(23)
 
-/* Keeps the compiler from scaling all accumulators before the loop, which would take as many registers again. */
+/* Keeps the compiler from scaling all accumulators before a loop, which would take as many registers again. */
 #define HERE_AND_NOW(weight) asm volatile("" : "+f"(weight[0]), "+f"(weight[1]))
+
+/* What a warp has of half a tile. Made anew in every step from a thread index that is read anew, so that nothing of it takes a
+ * register from one step to the next. */
+template <int EPILOGUE>
+__device__ __forceinline__ warp_tile half_of(warp_staging<EPILOGUE> *staging, int row0, int row1, int half) {
+  const int thread = thread_index(), warp = thread / 32 - GROUP_WARPS;
+  return {staging[warp].h[0], staging[warp].a, thread % 32, row0 + 64 * half + warp % GROUP_WARPS * 16, row1};
+}
 
 /* Where plain results go: rows of n columns. */
 struct output {
   void *d;
-  int64_t n;
+  int n;
   bool fp32, accumulate;
 };
 
 /* 8 groups of accumulator columns straight to their place, added to what is there: four lanes hold a 32-byte (fp32) or
  * 16-byte (bf16) piece of a row. */
-__device__ __forceinline__ void store_direct(const float *acc, const warp_tile &w, const output &out, int64_t n0,
+__device__ __forceinline__ void store_direct(const float *acc, const warp_tile &w, const output &out, int n0,
                                              const float *weight, const bf16 *bias) {
 #pragma unroll
   for (int jj = 0; jj < 8; jj++) {
-    const int64_t column = n0 + 8 * jj + 2 * (w.lane % 4);
+    const int column = n0 + 8 * jj + 2 * (w.lane % 4);
     const float2 b = bias_at(bias, column, out.n);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int row = w.row0 + w.lane / 4 + 8 * i;
       if (row >= w.row1 || column >= out.n) continue;
-      const int64_t at = row * out.n + column;
+      const int64_t at = (int64_t)row * out.n + column;
       const float x = weight[i] * acc[4 * jj + 2 * i] + b.x, y = weight[i] * acc[4 * jj + 2 * i + 1] + b.y;
       if (out.fp32) {
         float2 *d = reinterpret_cast<float2 *>(static_cast<float *>(out.d) + at);
@@ -277,144 +290,178 @@ __device__ __forceinline__ void store_direct(const float *acc, const warp_tile &
   }
 }
 
+/* The factors of a lane's two rows. */
+struct two_weights {
+  float of[2];
+};
+__device__ __forceinline__ two_weights weights_of(const warp_tile &w, const float *weights, const int *row_slot) {
+  const int row = w.row0 + w.lane / 4;
+  return {row_weight(weights, row_slot, row, w.row1), row_weight(weights, row_slot, row + 8, w.row1)};
+}
+
+/* 32 columns of a half, 16 accumulators, to staging columns `to` on; `unit` counts them in the order of accumulators. */
 template <int BN>
-__device__ __forceinline__ void store_steps(const float *acc, const warp_tile &w, const output &out, int column,
-                                            const bf16 *bias, const float *row_weights) {
-  const bool direct = out.fp32 || out.accumulate;
-#pragma unroll 1
-  for (int step = 0; step < BN / 64; step++) {
-    const int64_t n0 = (int64_t)column * BN + step * 64;
-    if (n0 >= out.n) return;
-    float weight[2] = {row_weights[0], row_weights[1]};
-    HERE_AND_NOW(weight);
-    switch (step) {
-#define CASE(STEP)                                                  \
-  case STEP:                                                        \
-    if constexpr (STEP < BN / 64) {                                 \
-      if (direct)                                                   \
-        store_direct(acc + STEP * 32, w, out, n0, weight, bias);    \
-      else                                                          \
-        stage_h<8>(acc + STEP * 32, w, 0, weight, bias, n0, out.n); \
-    }                                                               \
+__device__ __forceinline__ void stage_unit(const float *acc, const warp_tile &w, int unit, int to, const float *weight,
+                                           const bf16 *bias, int n0, int n) {
+  switch (unit) {
+#define CASE(U)                                                                                              \
+  case U:                                                                                                    \
+    if constexpr (U < BM / 64 * BN / 32) stage_h<4>(acc + U * 16, w, to, weight, bias, n0, n); \
     break;
-      EACH_STEP(CASE)
+    EACH_OF_12(CASE)
 #undef CASE
-    }
-    if (direct) continue;
-    __syncwarp();
-    rows_out<8>(w, static_cast<bf16 *>(out.d), {out.n, {n0, 0}, {(int)min((int64_t)64, out.n - n0), 0}, 0});
-    __syncwarp();
   }
 }
 
-/* 64 columns of h a step. */
+/* One step of a plain result. */
 template <int BN>
-__device__ __forceinline__ void act_steps(const float *acc, const warp_tile &w, const gemm_params &p, int column,
-                                          const bf16 *bias, const float *row_weights) {
-  const int elements = p.act.gated ? 32 : 64;
-#pragma unroll 1
-  for (int step = 0; step < BN / 64; step++) {
-    const int64_t f0 = (int64_t)column * (p.act.gated ? BN / 2 : BN) + step * elements;
-    if (f0 >= p.inter) return;
-    const h_runs runs = runs_of(p, f0, elements);
-    const int64_t end = runs.begin[0] + runs.count[0], up_end = runs.begin[1] + runs.count[1];
-    float weight[2] = {row_weights[0], row_weights[1]};
-    HERE_AND_NOW(weight);
-    switch (step) {
-#define CASE(STEP)                                                                        \
-  case STEP:                                                                              \
-    if constexpr (STEP < BN / 64) {                                                       \
-      if (p.halves == 2) {                                                                \
-        stage_h<4>(acc + STEP * 16, w, 0, weight, bias, runs.begin[0], end);              \
-        stage_h<4>(acc + BN / 4 + STEP * 16, w, 32, weight, bias, runs.begin[1], up_end); \
-      } else {                                                                            \
-        stage_h<8>(acc + STEP * 32, w, 0, weight, bias, runs.begin[0], end);              \
-      }                                                                                   \
-    }                                                                                     \
+__device__ __forceinline__ void store_step(const float *acc, const warp_tile &w, const output &out, int step, int n0,
+                                           const bf16 *bias, const two_weights &weight) {
+  const bool direct = out.fp32 || out.accumulate;
+  switch (step) {
+#define CASE(STEP)                                                     \
+  case STEP:                                                           \
+    if constexpr (STEP < BM / 64 * BN / 64) {                          \
+      if (direct)                                                      \
+        store_direct(acc + STEP * 32, w, out, n0, weight.of, bias);    \
+      else                                                             \
+        stage_h<8>(acc + STEP * 32, w, 0, weight.of, bias, n0, out.n); \
+    }                                                                  \
     break;
-      EACH_STEP(CASE)
+    EACH_OF_12(CASE)
 #undef CASE
+  }
+  if (direct) return;
+  __syncwarp();
+  rows_out(w, static_cast<bf16 *>(out.d), {out.n, n0, 0, min(64, out.n - n0), 0});
+  __syncwarp();
+}
+
+template <int BN>
+__device__ __forceinline__ void store_steps(const float *acc, warp_staging<STORE> *staging, const gemm_params &p) {
+#pragma unroll 1
+  for (int step = 0; step < BM / 64 * BN / 64; step++) {
+    const tile_place place = staging[warp_index()].place;
+    const warp_tile w = half_of(staging, place.row0, place.row1, step / (BN / 64));
+    const int n0 = place.column * BN + step % (BN / 64) * 64;
+    if (n0 >= p.n || w.row0 >= w.row1) continue;
+    const bf16 *bias = p.bias ? p.bias + (int64_t)place.expert * p.n : nullptr;
+    store_step<BN>(acc, w, {p.d, p.n, p.d_fp32 != 0, p.accumulate != 0}, step, n0, bias,
+                   weights_of(w, p.weights, p.row_slot));
+  }
+}
+
+template <int BN>
+__device__ __forceinline__ void act_steps(const float *acc, warp_staging<ACT> *staging, const gemm_params &p) {
+  const int parts = p.act.gated ? 2 : 1; /* of 32 columns each */
+  const int steps = BN / 32 / parts;     /* of a half */
+#pragma unroll 1
+  for (int half = 0, step = 0; half < BM / 64; step + 1 < steps ? step++ : (half++, step = 0)) {
+    const tile_place place = staging[warp_index()].place;
+    const warp_tile w = half_of(staging, place.row0, place.row1, half);
+    const bf16 *bias = p.bias ? p.bias + (int64_t)place.expert * p.n : nullptr;
+    const int f0 = (place.column * steps + step) * 32;
+    if (f0 >= p.inter || w.row0 >= w.row1) continue;
+    const h_runs runs = runs_of(p, f0, 32);
+    two_weights weight = weights_of(w, p.weights, p.row_slot);
+#pragma unroll 1
+    for (int part = 0; part < parts; part++) {
+      HERE_AND_NOW(weight.of);
+      const int unit = half * (BN / 32) + (p.halves == 2 ? part * steps + step : step * parts + part);
+      const int n0 = runs.second > 0 && part > 0 ? runs.up : runs.begin + 32 * part;
+      stage_unit<BN>(acc, w, unit, 32 * part, weight.of, bias, n0, p.n);
     }
     __syncwarp();
-    if (p.h != nullptr) rows_out<8>(w, p.h, runs);
+    if (p.h != nullptr) rows_out(w, p.h, runs);
     __syncwarp();
     if (p.act.up_beta > 0)
-      act_switch<true>(w, p, elements);
+      act_switch<true>(w, p);
     else
-      act_switch<false>(w, p, elements);
+      act_switch<false>(w, p);
     __syncwarp();
-    groups_out(w, w.h, w.line, in_pairs(p) ? 8 : 4, elements, static_cast<bf16 *>(p.d), p.inter, f0);
+    elements_out(w, w.h, STAGING_LINE, in_pairs(p) ? 4 : 2, static_cast<bf16 *>(p.d), p.inter, f0);
     __syncwarp();
   }
 }
 
-/* Before the product: asks for all of h of the tile's elements, and returns the weight of the lane's line. */
-template <int BN> __device__ __forceinline__ float dact_begin(const warp_tile &w, const gemm_params &p, int column) {
-  const int64_t f0 = (int64_t)column * BN;
-  if (p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED)
-    rows_in<BN / 4>(w, p.h, runs_of(p, f0, BN));
-  else
-    rows_in<BN / 8>(w, p.h, runs_of(p, f0, BN));
-  return row_weight(p, w.row0 + w.lane / 2, w.row1);
+/* The part of the tile and the staging that a DACT step works on. */
+template <int BN>
+__device__ __forceinline__ warp_tile dact_part(warp_staging<DACT> *staging, const tile_place &place, int step) {
+  warp_tile w = half_of(staging, place.row0, place.row1, step / (BN / 32));
+  w.h += step % 2 * 16 * STAGING_LINE;
+  return w;
 }
 
-/* 32 elements a step. */
+/* Asks for the h of a step. */
 template <int BN>
-__device__ __forceinline__ void dact_steps(const float *acc, const warp_tile &w, const gemm_params &p, int column,
-                                           float weight) {
-  const bool interleaved = p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED;
-  float sum = 0;
+__device__ __forceinline__ void dact_ask(warp_staging<DACT> *staging, const gemm_params &p, int step) {
+  const tile_place place = staging[warp_index()].place;
+  const int f0 = place.column * BN + step % (BN / 32) * 32;
+  if (step < BM / 64 * BN / 32) rows_in(dact_part<BN>(staging, place, step), p.h, runs_of(p, f0, 32));
   cp_async_commit();
-  cp_async_wait<0>();
-  __syncwarp();
+}
+
+/* The last step of a half: the sums of its rows, over the four lanes of each. */
+__device__ __forceinline__ void dact_sums(const warp_tile &w, const gemm_params &p, int column, dact_lane &lane) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int row = w.row0 + w.lane / 4 + 8 * i;
+    float sum = lane.sum[i] + __shfl_xor_sync(0xffffffffu, lane.sum[i], 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (p.partial != nullptr && w.lane % 4 == 0 && row < w.row1) p.partial[(int64_t)row * p.column_tiles + column] = sum;
+    lane.sum[i] = 0;
+  }
+}
+
+/* 32 elements a step; h is asked for a step ahead, for the first one before the product (`dact_ask`). */
+template <int BN>
+__device__ __forceinline__ void dact_steps(const float *acc, warp_staging<DACT> *staging, const gemm_params &p) {
+  dact_lane lane = {{0, 0}, {0, 0}};
 #pragma unroll 1
-  for (int step = 0; step < BN / 32; step++) {
-    const int64_t f0 = (int64_t)column * BN + step * 32;
-    if (f0 >= p.inter) break;
-    float *da = w.da + w.lane / 4 * DA_LINE + 2 * (w.lane % 4);
-    switch (step) {
-#define CASE(STEP)                                                               \
-  case STEP:                                                                     \
-    if constexpr (STEP < BN / 32)                                                \
-      for (int i = 0; i < 8; i++) /* unrolled: the index is made of constants */ \
-        *reinterpret_cast<float2 *>(da + i % 2 * 8 * DA_LINE + i / 2 * 8) =      \
-            make_float2(acc[STEP * 16 + 2 * i], acc[STEP * 16 + 2 * i + 1]);     \
+  for (int step = 0; step < BM / 64 * BN / 32; step++) {
+    dact_ask<BN>(staging, p, step + 1);
+    cp_async_wait<1>();
+    __syncwarp();
+    const tile_place place = staging[warp_index()].place;
+    const warp_tile w = dact_part<BN>(staging, place, step);
+    const int f0 = place.column * BN + step % (BN / 32) * 32, left = p.inter - f0;
+    const two_weights weight = weights_of(w, p.weights, p.row_slot);
+    lane.weight[0] = weight.of[0], lane.weight[1] = weight.of[1];
+#pragma unroll 1
+    for (int part = 0; part < 2; part++) {
+      float da[8];
+      switch (2 * step + part) {
+#define CASE(U)                                        \
+  case U:                                              \
+    if constexpr (U < BM / 64 * BN / 16)               \
+      for (int i = 0; i < 8; i++) da[i] = acc[U * 8 + i]; \
     break;
-      EACH_STEP(CASE)
+        EACH_OF_24(CASE)
 #undef CASE
+      }
+      if (p.act.up_beta > 0)
+        dact_switch<true>(w, p, da, 16 * part, left, lane);
+      else
+        dact_switch<false>(w, p, da, 16 * part, left, lane);
     }
     __syncwarp();
-    const int gate = interleaved ? 64 * step : 32 * step, up = interleaved ? 32 : BN;
-    const int left = (int)min((int64_t)32, p.inter - f0);
-    sum += p.act.up_beta > 0 ? dact_switch<true>(w, p, gate, up, left, weight)
-                             : dact_switch<false>(w, p, gate, up, left, weight);
-    __syncwarp();
-    if (p.d != nullptr)
-      groups_out(w, reinterpret_cast<const bf16 *>(w.da), 2 * DA_LINE, 8, 32, static_cast<bf16 *>(p.d), p.inter, f0);
+    if (p.d != nullptr) elements_out(w, w.a, A_LINE, 2, static_cast<bf16 *>(p.d), p.inter, f0);
+    rows_out(w, p.dh, runs_of(p, f0, 32));
+    if (step % (BN / 32) == BN / 32 - 1) dact_sums(w, p, place.column, lane);
     __syncwarp();
   }
-  if (interleaved)
-    rows_out<BN / 4>(w, p.dh, runs_of(p, (int64_t)column * BN, BN));
-  else
-    rows_out<BN / 8>(w, p.dh, runs_of(p, (int64_t)column * BN, BN));
-  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-  if (p.partial != nullptr && w.lane % 2 == 0 && w.row0 + w.lane / 2 < w.row1)
-    p.partial[(int64_t)(w.row0 + w.lane / 2) * p.column_tiles + column] = sum;
-  __syncwarp();
+  cp_async_wait<0>();
 }
 
-template <int BN, int EPILOGUE>
-__device__ __forceinline__ void epilogue(const float *acc, const warp_tile &w, const gemm_params &p,
-                                         const tile_place &place, float line_weight) {
-  if constexpr (EPILOGUE == DACT) {
-    dact_steps<BN>(acc, w, p, place.column, line_weight);
-  } else {
-    const int row = w.row0 + w.lane / 4;
-    const float weight[2] = {row_weight(p, row, w.row1), row_weight(p, row + 8, w.row1)};
-    const bf16 *bias = p.bias ? p.bias + (int64_t)place.expert * p.n : nullptr;
-    if constexpr (EPILOGUE == ACT)
-      act_steps<BN>(acc, w, p, place.column, bias, weight);
-    else
-      store_steps<BN>(acc, w, {p.d, p.n, p.d_fp32 != 0, p.accumulate != 0}, place.column, bias, weight);
-  }
+template <int BN>
+__device__ __forceinline__ void epilogue(const float *acc, warp_staging<STORE> *staging, const gemm_params &p) {
+  store_steps<BN>(acc, staging, p);
+}
+template <int BN>
+__device__ __forceinline__ void epilogue(const float *acc, warp_staging<ACT> *staging, const gemm_params &p) {
+  act_steps<BN>(acc, staging, p);
+}
+template <int BN>
+__device__ __forceinline__ void epilogue(const float *acc, warp_staging<DACT> *staging, const gemm_params &p) {
+  dact_steps<BN>(acc, staging, p);
 }

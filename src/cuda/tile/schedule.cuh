@@ -7,10 +7,10 @@
  * blocks that run at the same time share a column tile of the weights and 8 row tiles, both in L2. */
 #pragma once
 
-struct tile_place {
+struct alignas(16) tile_place {
   int expert;
-  int row0, row1; /* rows of this tile: row0 .. row1-1 */
   int column;     /* column tile */
+  int row0, row1; /* rows of this tile: row0 .. row1-1 */
 };
 
 __device__ __forceinline__ int clamped_offset(const int *row_offset, int e, int rows) {
