@@ -3,7 +3,7 @@
  * From public arguments to a launch of the grouped products: which problems fit wgmma, which instance takes them, the
  * tensor map of the weights. Host code only; nothing here looks at device memory. */
 #include <cuda.h>
-#include <stdlib.h>
+#include <math.h>
 
 #include "../launch.h"
 #include "host.h"
@@ -11,19 +11,21 @@
 
 static const size_t SHARED_LIMIT = 227 * 1024;
 
-static int64_t tiles_of(int64_t rows, int64_t experts) { return rows / BM + (rows < experts ? rows : experts); }
-
-static bool gated_halves(const moe_act_desc *act) { return act->gated && act->layout != MOE_LAYOUT_INTERLEAVED; }
-
-/* 192 columns a tile, or 128 where that leaves less of the last one empty: a column of a 128-wide tile costs a fifth more. The
- * N-contiguous boxes of a gated pair in halves are 64 wide, which only 128 allows. */
-static int better_width(int64_t n) {
-  return CEIL_DIV(n, 192) * 192 * 5 <= CEIL_DIV(n, 128) * 128 * 6 ? 192 : 128;
+static int64_t tiles_of(int64_t rows, int64_t experts) {
+  return rows / BM + (rows < experts ? rows : experts);
 }
+
+static bool gated_halves(const moe_act_desc *act) {
+  return act->gated && act->layout != MOE_LAYOUT_INTERLEAVED;
+}
+
+/* The tile whose columns take the least time: what a column tile of each width costs, in hundredths of a microsecond a stage,
+ * with A in order and with A gathered (docs/log/gemm.md). The N-contiguous boxes of a gated pair in halves are 64 wide, which 192
+ * does not allow. */
 static int tile_width(const moe_gemm_args *args) {
-  if (getenv("MOE_BN")) return atoi(getenv("MOE_BN"));
-  const bool halves = args->epilogue == MOE_EPILOGUE_ACT && gated_halves(args->act);
-  return halves && args->b_kn ? 128 : better_width(args->n);
+  if (args->epilogue == MOE_EPILOGUE_STORE)
+    return CEIL_DIV(args->n, 192) * 56 <= CEIL_DIV(args->n, 128) * 45 ? 192 : 128;
+  return CEIL_DIV(args->n, 256) * 78 <= CEIL_DIV(args->n, 128) * 69 ? 256 : 128;
 }
 
 static const gemm_instance *instance_of(const moe_gemm_args *args) {
@@ -48,7 +50,8 @@ extern "C" bool moe_cuda_wgmma_gemm_fits(const moe_gemm_args *args) {
   const moe_act_desc *act = args->act;
   const int64_t inter = args->epilogue == MOE_EPILOGUE_ACT && act->gated ? args->n / 2 : args->n;
   if (inter % 8 != 0) return false;
-  return !act->gated || act->layout != MOE_LAYOUT_INTERLEAVED || act->interleave == 1 || act->interleave == 32;
+  return !act->gated || act->layout != MOE_LAYOUT_INTERLEAVED || act->interleave == 1 ||
+         act->interleave == 32;
 }
 
 extern "C" size_t moe_cuda_wgmma_gemm_scratch(const moe_gemm_args *args) {
@@ -56,33 +59,44 @@ extern "C" size_t moe_cuda_wgmma_gemm_scratch(const moe_gemm_args *args) {
   return (size_t)args->rows * CEIL_DIV(args->n, 128) * sizeof(float);
 }
 
-typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                                    const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                                    CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                                    const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                                    const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                    CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 /* A row-major array [d2, d1, d0] of bf16 as a map of boxes 64 wide; boxes past an edge read zeros. */
-static moe_status make_map(const moe_context *ctx, const char *op, const void *base, cuuint64_t d0, cuuint64_t d1,
-                           cuuint64_t d2, cuuint32_t box_rows, CUtensorMap *map) {
+static moe_status make_map(const moe_context *ctx, const char *op, const void *base, cuuint64_t d0,
+                           cuuint64_t d1, cuuint64_t d2, cuuint32_t box_rows, CUtensorMap *map) {
   const encode_function encode = (encode_function)((const struct cuda_device *)ctx->state)->encode_tensor_map;
   const cuuint64_t size[3] = {d0, d1, d2}, stride_bytes[2] = {d0 * 2, d0 * d1 * 2};
   const cuuint32_t box[3] = {BK, box_rows, 1}, step[3] = {1, 1, 1};
-  CHECK(encode != NULL, MOE_ERROR_DEVICE, "%s: the driver has no tensor maps, wanted one for CUDA 12.0 or later", op);
-  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, d2 > 0 ? 3 : 2, (void *)base, size,
-                                 stride_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  CHECK(result == CUDA_SUCCESS, MOE_ERROR_DEVICE, "%s: %p: the driver made no tensor map of it (CUresult %d)", op, base,
-        (int)result);
+  CHECK(encode != NULL, MOE_ERROR_DEVICE,
+        "%s: the driver has no tensor maps, wanted one for CUDA 12.0 or later", op);
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, d2 > 0 ? 3 : 2, (void *)base, size, stride_bytes, box,
+             step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CHECK(result == CUDA_SUCCESS, MOE_ERROR_DEVICE, "%s: %p: the driver made no tensor map of it (CUresult %d)",
+        op, base, (int)result);
   return MOE_OK;
 }
 
 static moe_status gemm_maps(const moe_context *ctx, const moe_gemm_args *args, int box_rows, gemm_params *p) {
   const cuuint64_t n = args->n, k = args->k;
 #ifdef ROW_TMA
-  if (args->gather_topk > 0) TRY(make_map(ctx, "gemm", args->a, k, args->rows / args->gather_topk, 0, 1, &p->a_map));
+  if (args->gather_topk > 0)
+    TRY(make_map(ctx, "gemm", args->a, k, args->rows / args->gather_topk, 0, 1, &p->a_map));
 #endif
   if (args->gather_topk == 0) TRY(make_map(ctx, "gemm", args->a, k, args->rows, 0, BM, &p->a_map));
   if (args->b_kn) return make_map(ctx, "gemm", args->b, n, k, args->experts, BK, &p->b_map);
   return make_map(ctx, "gemm", args->b, k, n, args->experts, box_rows, &p->b_map);
+}
+
+/* The cheapest level that does all that the description says. */
+static int level_of(const moe_act_desc *act) {
+  if (act->up_beta > 0) return SOFT;
+  const bool free = act->gate_max == INFINITY && act->up_min == -INFINITY && act->up_max == INFINITY;
+  return free && act->up_offset == 0 ? PLAIN : CLAMPED;
 }
 
 static gemm_params params_of(const moe_gemm_args *args, int bn) {
@@ -106,6 +120,7 @@ static gemm_params params_of(const moe_gemm_args *args, int bn) {
   p.column_tiles = (int)CEIL_DIV(args->n, bn);
   if (args->epilogue == MOE_EPILOGUE_STORE) return p;
   p.act = *args->act;
+  p.act_level = level_of(args->act);
   const bool pair = args->epilogue == MOE_EPILOGUE_ACT && args->act->gated;
   p.inter = (int)(pair ? args->n / 2 : args->n);
   p.up_distance = (int)moe_up_distance(args->act, p.inter);
@@ -138,7 +153,8 @@ extern "C" bool moe_cuda_wgmma_wgrad_fits(const moe_wgrad_args *args) {
   if (args->a_dtype != MOE_BF16 || args->b_dtype != MOE_BF16) return false;
   if (args->d_dtype != MOE_BF16 && args->d_dtype != MOE_FP32) return false;
   if (args->weights != NULL || args->m % 8 != 0 || args->n % 8 != 0) return false;
-  if (args->a_gather_topk > 0 && args->b_gather_topk > 0 && args->a_gather_topk != args->b_gather_topk) return false;
+  if (args->a_gather_topk > 0 && args->b_gather_topk > 0 && args->a_gather_topk != args->b_gather_topk)
+    return false;
   return args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, 128) < INT32_MAX / 2;
 }
 
@@ -147,8 +163,8 @@ extern "C" size_t moe_cuda_wgmma_wgrad_scratch(const moe_wgrad_args *args) {
   return 0;
 }
 
-static moe_status operand(const moe_context *ctx, const moe_wgrad_args *args, const void *data, int64_t columns,
-                          int64_t topk, wgrad_operand *o) {
+static moe_status operand(const moe_context *ctx, const moe_wgrad_args *args, const void *data,
+                          int64_t columns, int64_t topk, wgrad_operand *o) {
   o->data = static_cast<const bf16 *>(data);
   o->columns = (int)columns;
   o->gathered = topk > 1 || (topk == 1 && args->row_slot != NULL);
@@ -172,10 +188,10 @@ extern "C" moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_arg
   p.d = args->d;
   p.d_fp32 = args->d_dtype == MOE_FP32;
   p.accumulate = args->accumulate;
-  const bool wide = better_width(args->n) == 192;
-  const void *kernel = wide ? (const void *)wgrad_kernel<192, 5> : (const void *)wgrad_kernel<128, 6>;
-  const size_t shared = (wide ? sizeof(wgrad_shared<192, 5>) : sizeof(wgrad_shared<128, 6>));
-  const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, wide ? 192 : 128);
+  const bool wide = args->n > 128;
+  const void *kernel = wide ? (const void *)wgrad_kernel<256, 4> : (const void *)wgrad_kernel<128, 4>;
+  const size_t shared = (wide ? sizeof(wgrad_shared<256, 4>) : sizeof(wgrad_shared<128, 4>));
+  const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, wide ? 256 : 128);
   const struct cuda_grid grid = {tiles < ctx->units ? tiles : ctx->units, 1, 1, 384, shared};
   return moe_cuda_launch("wgrad", kernel, grid, &p, stream);
 }
@@ -183,11 +199,11 @@ extern "C" moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_arg
 static moe_status load(const gemm_instance *instance) { return moe_cuda_load(&instance->kernel, 1); }
 
 extern "C" moe_status moe_cuda_load_wgmma(void) {
-  const void *const wgrad[] = {(const void *)wgrad_kernel<192, 5>, (const void *)wgrad_kernel<128, 6>};
+  const void *const wgrad[] = {(const void *)wgrad_kernel<256, 4>, (const void *)wgrad_kernel<128, 4>};
   for (int i = 0; i < 4; i++) {
     TRY(load(moe_cuda_gemm_store(i % 2 ? 128 : 192, i / 2)));
-    TRY(load(moe_cuda_gemm_act(i % 2 ? 128 : 192, i / 2)));
-    TRY(load(moe_cuda_gemm_dact(i % 2 ? 128 : 192, i / 2)));
+    TRY(load(moe_cuda_gemm_act(i % 2 ? 128 : 256, i / 2)));
+    TRY(load(moe_cuda_gemm_dact(i % 2 ? 128 : 256, i / 2)));
   }
   return moe_cuda_load(wgrad, 2);
 }

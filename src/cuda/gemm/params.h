@@ -25,6 +25,7 @@ struct gemm_params {
   void *d;
   int d_fp32, accumulate;
   moe_act_desc act;
+  int act_level; /* PLAIN, CLAMPED or SOFT of epilogue.cuh */
   int inter;
   __nv_bfloat16 *h;
   __nv_bfloat16 *dh;

@@ -5,7 +5,7 @@
  *   rows of e  ┌ A: 64 x BM ┐      one block = one BM x BN tile of one expert at a time, walked persistently
  *   (K)        └            ┘      warpgroup 0     producer: 64 rows of A and of B a stage; an operand that is gathered by
  *              ┌ B: 64 x BN ┐                      16-byte cp.async, one that is not by TMA
- *              └            ┘      warpgroup 1, 2  consumers in turn, as in gemm.cuh: two wgmma 64 x BN x 16 a step, on operands whose
+ *              └            ┘      warpgroup 1, 2  consumers: 64 of the BM lines of D each, wgmma 64 x BN x 16 on operands whose
  *                                                  contiguous dimension is M and N
  * Invariants   rows past the expert's end are zero in both operands (the last stage is loaded by cp.async), so that what a
  *              neighbour holds, NaN too, cannot matter; one chain of accumulation over ascending rows. An expert without rows
@@ -40,7 +40,6 @@ template <int BN, int STAGES> struct wgrad_shared {
   warp_staging<STORE> staging[CONSUMERS * GROUP_WARPS];
   uint64_t full[STAGES];
   uint64_t empty[STAGES];
-  uint64_t turn[CONSUMERS];
 };
 
 struct wgrad_tile {
@@ -50,17 +49,16 @@ struct wgrad_tile {
 template <int BN> __device__ __forceinline__ wgrad_tile wgrad_place(const wgrad_params &p, int tile) {
   const int lines = (p.a.columns + BM - 1) / BM, columns = (p.b.columns + BN - 1) / BN;
   const int local = tile % (lines * columns), expert = tile / (lines * columns);
-  const int begin = clamped_offset(p.row_offset, expert, p.rows), end = clamped_offset(p.row_offset, expert + 1, p.rows);
+  const int begin = clamped_offset(p.row_offset, expert, p.rows),
+            end = clamped_offset(p.row_offset, expert + 1, p.rows);
   return {expert, begin, max(begin, end), local % lines * BM, local / lines * BN, local / lines};
 }
-
-__device__ __forceinline__ int wgrad_blocks(const wgrad_tile &place) { return (place.row1 - place.row0 + BK - 1) / BK; }
 
 /* Rows of one operand for one stage: 16-byte chunk t % 8 of every 64 columns of rows t / 8 + 16 j for thread t. `whole`: all rows
  * are the expert's. An address is one multiply-add: this loop decides how fast rows can be gathered. */
 template <int COLUMNS>
-__device__ __forceinline__ void copy_rows(bf16 *stage, const wgrad_operand &o, const int *source_row, int row0,
-                                          int row1, int column0, bool whole) {
+__device__ __forceinline__ void copy_rows(bf16 *stage, const wgrad_operand &o, const int *source_row,
+                                          int row0, int row1, int column0, bool whole) {
   const int chunk = threadIdx.x % 8, line = threadIdx.x / 8, column = column0 + chunk * 8;
   const uint32_t dst = smem_address(stage) + line * 128 + ((chunk ^ (line % 8)) * 16);
   const uint32_t stride_bytes = (uint32_t)o.columns * 2;
@@ -77,7 +75,8 @@ __device__ __forceinline__ void copy_rows(bf16 *stage, const wgrad_operand &o, c
 }
 
 template <int COLUMNS>
-__device__ __forceinline__ void copy_boxes(bf16 *stage, const wgrad_operand &o, uint64_t *barrier, int row0, int column0) {
+__device__ __forceinline__ void copy_boxes(bf16 *stage, const wgrad_operand &o, uint64_t *barrier, int row0,
+                                           int column0) {
 #pragma unroll
   for (int block = 0; block < COLUMNS; block += 64)
     tma_load_2d(stage + block * BK, &o.map, barrier, column0 + block, row0);
@@ -94,7 +93,8 @@ __device__ __forceinline__ void source_rows(const wgrad_params &p, int row0, int
 }
 
 template <int BN, int STAGES>
-__device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES> &s, const wgrad_params &p, int tiles) {
+__device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES> &s, const wgrad_params &p,
+                                               int tiles) {
   ring at = {0, 1};
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const wgrad_tile place = wgrad_place<BN>(p, tile);
@@ -103,7 +103,8 @@ __device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES> &s, cons
     for (int row0 = place.row0; row0 < place.row1; row0 += BK, at.advance<STAGES>()) {
       int next[4]; /* asked for before this stage is waited for */
       source_rows(p, row0 + BK, place.row1, next);
-      const bool whole = row0 + BK <= place.row1, bulk_a = whole && !p.a.gathered, bulk_b = whole && !p.b.gathered;
+      const bool whole = row0 + BK <= place.row1, bulk_a = whole && !p.a.gathered,
+                 bulk_b = whole && !p.b.gathered;
       mbarrier_wait(&s.empty[at.stage], at.phase);
       if (threadIdx.x == 0) {
         mbarrier_arrive_expect(&s.full[at.stage], ((bulk_a ? BM : 0) + (bulk_b ? BN : 0)) * BK * 2);
@@ -125,79 +126,68 @@ __device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES> &s, cons
 }
 
 template <int BN, int STAGES>
-__device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES> &s, const wgrad_params &p, int tiles) {
-  const int group = threadIdx.x / 128 - 1;
+__device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES> &s, const wgrad_params &p,
+                                               int tiles) {
+  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - GROUP_WARPS, lane = threadIdx.x % 32;
   ring at = {0, 0};
-  uint32_t round = group ^ 1; /* the first turn is the first group's */
-  float acc[BM / 64 * BN / 2];
-  for (int tile = blockIdx.x, turn = 0; tile < tiles; tile += gridDim.x, turn ^= 1) {
+  float acc[BN / 2];
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const wgrad_tile place = wgrad_place<BN>(p, tile);
-    const int blocks = wgrad_blocks(place);
-    if (turn != group) {
-      at.skip<STAGES>(blocks);
-      continue;
-    }
-    mbarrier_wait(&s.turn[group], round);
-    round ^= 1;
+    const int blocks = (place.row1 - place.row0 + BK - 1) / BK;
     if (blocks == 0) {
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.turn[group ^ 1]);
       if (p.accumulate) continue;
 #pragma unroll
-      for (int i = 0; i < BM / 64 * BN / 2; i++) acc[i] = 0;
+      for (int i = 0; i < BN / 2; i++) acc[i] = 0;
     }
     int held = 0;
     for (int block = 0; block < blocks; block++, at.advance<STAGES>()) {
       mbarrier_wait(&s.full[at.stage], at.phase);
-      if (block == blocks - 1 && threadIdx.x % 32 == 0) mbarrier_arrive(&s.turn[group ^ 1]);
       fence_async_shared(); /* a gathered operand was written by ordinary (cp.async) accesses */
+      const uint64_t da = wgmma_descriptor(smem_address(s.a[at.stage] + group * 64 * BK), 1024, 8192);
       const uint64_t db = wgmma_descriptor(smem_address(s.b[at.stage]), 1024, 8192);
       wgmma_fence();
 #pragma unroll
-      for (int half = 0; half < BM / 64; half++) {
-        const uint64_t da = wgmma_descriptor(smem_address(s.a[at.stage] + half * 64 * BK), 1024, 8192);
-#pragma unroll
-        for (int kk = 0; kk < 4; kk++)
-          wgmma<BN, 1, 1>::run(acc + half * (BN / 2), da + kk * 128, db + kk * 128, block > 0 || kk > 0);
-      }
+      for (int kk = 0; kk < 4; kk++)
+        wgmma<BN, 1, 1>::run(acc, da + kk * 128, db + kk * 128, block > 0 || kk > 0);
       wgmma_commit();
       wgmma_wait<1>();
-      if (block > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
+      if (block > 0 && lane == 0) mbarrier_arrive(&s.empty[held]);
       held = at.stage;
     }
     wgmma_wait<0>();
-    if (blocks > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
+    if (blocks > 0 && lane == 0) mbarrier_arrive(&s.empty[held]);
     const int m = p.a.columns, n = p.b.columns;
     const int64_t base = (int64_t)place.expert * m * n;
-    void *d = p.d_fp32 ? (void *)(static_cast<float *>(p.d) + base) : (void *)(static_cast<bf16 *>(p.d) + base);
+    void *d =
+        p.d_fp32 ? (void *)(static_cast<float *>(p.d) + base) : (void *)(static_cast<bf16 *>(p.d) + base);
+    const warp_tile w = {s.staging[warp].h, nullptr, nullptr, lane, place.m0 + warp * 16, m};
+    if (w.row0 >= m) continue;
 #pragma unroll 1
-    for (int step = 0; step < BM / 64 * BN / 64; step++) {
-      const warp_tile w = half_of(s.staging, place.m0, m, step / (BN / 64));
-      const int n0 = place.n0 + step % (BN / 64) * 64;
-      if (n0 >= n || w.row0 >= m) continue;
-      store_step<BN>(acc, w, {d, n, p.d_fp32 != 0, p.accumulate != 0}, step, n0, nullptr, {{1, 1}});
-    }
+    for (int step = 0; step < BN / 64 && place.n0 + step * 64 < n; step++)
+      store_step<BN / 64>(acc, w, {d, n, p.d_fp32 != 0, p.accumulate != 0}, step, place.n0 + step * 64,
+                          nullptr, {{1, 1}});
   }
 }
 
-template <int BN, int STAGES> __global__ void __launch_bounds__(384, 1) wgrad_kernel(const __grid_constant__ wgrad_params p) {
+template <int BN, int STAGES>
+__global__ void __launch_bounds__(384, 1) wgrad_kernel(const __grid_constant__ wgrad_params p) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto &s = *reinterpret_cast<wgrad_shared<BN, STAGES> *>(raw);
   if (threadIdx.x == 0) {
     if (smem_address(raw) % 1024 != 0) __trap(); /* the swizzle counts from there */
     for (int i = 0; i < STAGES; i++) {
       mbarrier_init(&s.full[i], 128 + 1);
-      mbarrier_init(&s.empty[i], GROUP_WARPS);
+      mbarrier_init(&s.empty[i], CONSUMERS * GROUP_WARPS);
     }
-    for (int i = 0; i < CONSUMERS; i++) mbarrier_init(&s.turn[i], GROUP_WARPS);
     fence_barrier_init();
   }
   __syncthreads();
   const int tiles = p.experts * ((p.a.columns + BM - 1) / BM) * ((p.b.columns + BN - 1) / BN);
   if (threadIdx.x < 128) {
-    registers_shrink<40>();
+    registers_shrink<72>();
     wgrad_producer<BN, STAGES>(s, p, tiles);
   } else {
-    registers_grow<232>();
+    registers_grow<216>();
     wgrad_consumer<BN, STAGES>(s, p, tiles);
   }
 }

@@ -1,35 +1,40 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What happens to a warp's accumulators. A tile's 128 rows are two halves of 64, of which a warp has 16; an epilogue walks them in
- * steps of 64 columns of results or 32 elements of the activation. Results pass through shared memory of the warp's own,
- * so that device memory sees whole 16-byte pieces of rows; h of DACT comes through it the other way.
+ * What happens to a warp's accumulators. A tile's 128 rows are two halves of 64; of each half that its consumer has, a warp has 16
+ * rows. An epilogue walks them in steps of 64 columns of results or 32 elements of the activation. Results pass through shared
+ * memory of the warp's own, so that device memory sees whole 16-byte pieces of rows; h of DACT comes through it the other way.
  *
  * Accumulator 4 J + 2 i + c of lane l is row l/4 + 8 i, column 8 J + 2 (l%4) + c of the warp's rows in a half. A pair is the two
- * columns c = 0, 1, and the activation is computed on pairs, 8 elements of a lane at once: the warp is alone on its scheduler while
- * the other consumer multiplies, and only independent instructions hide their latency. No two lanes meet in a bank.
+ * columns c = 0, 1; the activation is computed on 4 pairs at a time: all are read, then computed, then written, for only
+ * independent instructions hide their latency where a scheduler has one or two warps. No two lanes meet in a bank.
  * h in staging: gate and up of an element are 32 columns apart, or (interleave 1) beside each other. */
 #pragma once
 
 #include "../../act.h"
 
-enum { STORE = MOE_EPILOGUE_STORE, ACT = MOE_EPILOGUE_ACT, DACT = MOE_EPILOGUE_DACT };
+enum {
+  STORE = MOE_EPILOGUE_STORE,
+  ACT = MOE_EPILOGUE_ACT,
+  DACT = MOE_EPILOGUE_DACT
+};
 
 typedef __nv_bfloat16 bf16;
 typedef __nv_bfloat162 bf16x2;
 
 struct warp_tile {
-  bf16 *h;        /* [16, STAGING_LINE], DACT: two of them */
-  bf16 *a;        /* [16, A_LINE], DACT: weight * a */
+  bf16 *h;             /* [16, STAGING_LINE] */
+  bf16 *a;             /* [16, A_LINE], DACT: weight * a */
+  const float *weight; /* [16] */
   int lane;
   int row0, row1; /* of the matrix: first row of the warp, end of the tile's rows */
 };
 
 /* Columns of h that hold some elements: one or two runs. The second is staged `second` columns after the first. */
 struct h_runs {
-  int width;          /* of h */
-  int begin, up;      /* first columns */
-  int count;          /* columns of each; 0 or less: none */
-  int second;         /* 0: there is one run */
+  int width;     /* of h */
+  int begin, up; /* first columns */
+  int count;     /* columns of each; 0 or less: none */
+  int second;    /* 0: there is one run */
 };
 
 __device__ __forceinline__ h_runs runs_of(const gemm_params &p, int f0, int elements) {
@@ -64,20 +69,27 @@ __device__ __forceinline__ void rows_out(const warp_tile &w, bf16 *dst, const h_
       *reinterpret_cast<int4 *>(to + (int64_t)i * 4 * r.width) =
           *reinterpret_cast<const int4 *>(w.h + piece.staged + i * 4 * STAGING_LINE);
 }
-__device__ __forceinline__ void rows_in(const warp_tile &w, const bf16 *src, const h_runs &r) {
+/* The other way in two steps: from device memory to registers, and from there to the staging. */
+struct h_pieces {
+  int4 line[4];
+};
+__device__ __forceinline__ h_pieces rows_ask(const warp_tile &w, const bf16 *src, const h_runs &r) {
   const lane_piece piece = piece_of(w, r);
-  if (piece.column < 0) return;
   const int row = w.row0 + w.lane / 8;
   const bf16 *from = src + (int64_t)row * r.width + piece.column;
-  const uint32_t to = smem_address(w.h + piece.staged);
+  h_pieces h;
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (row + 4 * i < w.row1) cp_async_16(to + i * 4 * STAGING_LINE * 2, from + (int64_t)i * 4 * r.width, true);
+  for (int i = 0; i < 4; i++) {
+    h.line[i] = make_int4(0, 0, 0, 0);
+    if (piece.column >= 0 && row + 4 * i < w.row1)
+      h.line[i] = *reinterpret_cast<const int4 *>(from + (int64_t)i * 4 * r.width);
+  }
+  return h;
 }
-
-__device__ __forceinline__ float row_weight(const float *weights, const int *row_slot, int row, int row1) {
-  if (weights == nullptr || row >= row1) return 1.0f;
-  return weights[row_slot ? row_slot[row] : row];
+__device__ __forceinline__ void rows_in(const warp_tile &w, const h_pieces &h) {
+  bf16 *to = w.h + w.lane / 8 * STAGING_LINE + w.lane % 8 * 8;
+#pragma unroll
+  for (int i = 0; i < 4; i++) *reinterpret_cast<int4 *>(to + i * 4 * STAGING_LINE) = h.line[i];
 }
 
 __device__ __forceinline__ float2 bias_at(const bf16 *bias, int column, int n) {
@@ -95,130 +107,17 @@ __device__ __forceinline__ void stage_h(const float *acc, const warp_tile &w, in
     const float2 b = bias_at(bias, n0 + inside, n);
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      *reinterpret_cast<bf16x2 *>(w.h + (w.lane / 4 + 8 * i) * STAGING_LINE + to + inside) = __floats2bfloat162_rn(
-          weight[i] * acc[4 * jj + 2 * i] + b.x, weight[i] * acc[4 * jj + 2 * i + 1] + b.y);
+      *reinterpret_cast<bf16x2 *>(w.h + (w.lane / 4 + 8 * i) * STAGING_LINE + to + inside) =
+          __floats2bfloat162_rn(weight[i] * acc[4 * jj + 2 * i] + b.x,
+                                weight[i] * acc[4 * jj + 2 * i + 1] + b.y);
   }
 }
 
-/* ---- the activation on staged pairs */
-
-__device__ __forceinline__ float2 pair_at(const bf16 *at) { return __bfloat1622float2(*reinterpret_cast<const bf16x2 *>(at)); }
-__device__ __forceinline__ void put_pair(bf16 *at, float x, float y) {
-  *reinterpret_cast<bf16x2 *>(at) = __floats2bfloat162_rn(x, y);
-}
-
-__device__ __forceinline__ bool in_pairs(const gemm_params &p) {
-  return p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED && p.act.interleave == 1;
-}
-
-/* Gate and up of a pair of elements. */
-__device__ __forceinline__ void load_h(const bf16 *at, bool beside, bool gated, float *g, float *u) {
-  const float2 first = pair_at(at), second = gated ? pair_at(at + (beside ? 2 : 32)) : make_float2(0, 0);
-  g[0] = first.x, g[1] = beside ? second.x : first.y;
-  u[0] = beside ? first.y : second.x, u[1] = second.y;
-}
-__device__ __forceinline__ void store_h(bf16 *at, bool beside, bool gated, const float *g, const float *u) {
-  put_pair(at, g[0], beside ? u[0] : g[1]);
-  if (gated) put_pair(at + (beside ? 2 : 32), beside ? g[1] : u[0], u[1]);
-}
-
-/* v(u') + offset and its slope. Selections rather than branches, so that elements overlap in the pipelines. */
-template <bool TANH> __device__ __forceinline__ float up_value(const gemm_params &p, float u) {
-  float v = u < p.act.up_min ? p.act.up_min : u;
-  v = v > p.act.up_max ? p.act.up_max : v;
-  if (TANH) v = p.act.up_beta * act_tanh(v / p.act.up_beta);
-  return v + p.act.up_offset;
-}
-template <bool TANH> __device__ __forceinline__ float up_slope(const gemm_params &p, float u) {
-  float slope = 1.0f;
-  if (TANH) {
-    const float t = act_tanh(u / p.act.up_beta);
-    slope = 1.0f - t * t;
-  }
-  return u < p.act.up_min || u > p.act.up_max ? 0.0f : slope;
-}
-
-/* a of 32 elements, each pair where its gate was. */
-template <int KIND, bool TANH> __device__ __forceinline__ void act_rows(const warp_tile &w, const gemm_params &p) {
-  const bool beside = in_pairs(p), gated = p.act.gated;
-  const float max = p.act.gate_max, alpha = p.act.alpha, beta = p.act.beta;
-  bf16 *const first = w.h + w.lane / 4 * STAGING_LINE + w.lane % 4 * (beside ? 4 : 2);
-#pragma unroll 1
-  for (int column = 0; column < 32; column += 16) {
-#pragma unroll
-    for (int q = 0; q < 4; q++) {
-      const int element = column + q / 2 * 8;
-      bf16 *at = first + q % 2 * 8 * STAGING_LINE + (beside ? 2 * element : element);
-      float g[2], u[2];
-      load_h(at, beside, gated, g, u);
-#pragma unroll
-      for (int c = 0; c < 2; c++) {
-        g[c] = moe_act_f(KIND, g[c] > max ? max : g[c], alpha, beta);
-        if (gated) g[c] *= up_value<TANH>(p, u[c]);
-      }
-      put_pair(at, g[0], g[1]);
-    }
-  }
-}
-
-/* What DACT keeps for the two rows of a lane. */
-struct dact_lane {
-  float weight[2];
-  float sum[2]; /* of da * a so far */
-};
-
-/* 16 elements from `column` on, 4 pairs a lane: h becomes dh, weight * a is staged. da as in accumulators. */
-template <int KIND, bool TANH>
-__device__ __forceinline__ void dact_rows(const warp_tile &w, const gemm_params &p, const float *da, int column, int left,
-                                          dact_lane &lane) {
-  const bool beside = in_pairs(p), gated = p.act.gated;
-  const float max = p.act.gate_max, alpha = p.act.alpha, beta = p.act.beta;
-#pragma unroll
-  for (int q = 0; q < 4; q++) {
-    const int i = q % 2, element = column + q / 2 * 8 + w.lane % 4 * 2, line = w.lane / 4 + 8 * i;
-    bf16 *at = w.h + line * STAGING_LINE + (beside ? 2 * element : element);
-    float g[2], u[2], a[2];
-    load_h(at, beside, gated, g, u);
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const float f = moe_act_f(KIND, g[c] > max ? max : g[c], alpha, beta), inner = moe_act_df(KIND, g[c], alpha, beta);
-      const float df = g[c] > max ? 0.0f : inner;
-      const float v = gated ? up_value<TANH>(p, u[c]) : 1.0f;
-      const float d = da[q / 2 * 4 + 2 * i + c], scaled = lane.weight[i] * d;
-      a[c] = f * v;
-      lane.sum[i] += element < left ? d * a[c] : 0.0f; /* past the end h is anything */
-      a[c] *= lane.weight[i];
-      g[c] = scaled * df * v;
-      u[c] = scaled * f * up_slope<TANH>(p, u[c]);
-    }
-    store_h(at, beside, gated, g, u);
-    put_pair(w.a + line * A_LINE + element, a[0], a[1]);
-  }
-}
-
-/* The switches stand outside the loops, one expansion a row of moeblas_act.def. */
-template <bool TANH> __device__ __forceinline__ void act_switch(const warp_tile &w, const gemm_params &p) {
-  switch ((int)p.act.kind) {
-#define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df) \
-  case value: act_rows<value, TANH>(w, p); break;
-#include "moeblas_act.def"
-#undef MOE_ACT
-  }
-}
-template <bool TANH>
-__device__ __forceinline__ void dact_switch(const warp_tile &w, const gemm_params &p, const float *da, int column, int left,
-                                            dact_lane &lane) {
-  switch ((int)p.act.kind) {
-#define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df) \
-  case value: dact_rows<value, TANH>(w, p, da, column, left, lane); break;
-#include "moeblas_act.def"
-#undef MOE_ACT
-  }
-}
+#include "activation.cuh"
 
 /* [16, 32] elements from staged lines of `line`, pairs `stride` apart, to columns f0 .. of d [., F]. */
-__device__ __forceinline__ void elements_out(const warp_tile &w, const bf16 *src, int line, int stride, bf16 *d, int width,
-                                             int f0) {
+__device__ __forceinline__ void elements_out(const warp_tile &w, const bf16 *src, int line, int stride,
+                                             bf16 *d, int width, int f0) {
   const int column = w.lane % 4 * 8, row = w.row0 + w.lane / 4;
   if (f0 + column >= width) return;
   const bf16 *from = src + w.lane / 4 * line + column / 2 * stride;
@@ -241,19 +140,35 @@ __device__ __forceinline__ void elements_out(const warp_tile &w, const bf16 *src
 
 #define EACH_OF_12(CASE) \
   CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11)
-#define EACH_OF_24(CASE)                                                                                        \
-  EACH_OF_12(CASE) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20) CASE(21) \
-  CASE(22) CASE(23)
+#define EACH_OF_24(CASE)                                                                             \
+  EACH_OF_12(CASE)                                                                                   \
+  CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20) CASE(21) CASE(22) \
+      CASE(23)
 
 /* Keeps the compiler from scaling all accumulators before a loop, which would take as many registers again. */
 #define HERE_AND_NOW(weight) asm volatile("" : "+f"(weight[0]), "+f"(weight[1]))
 
-/* What a warp has of half a tile. Made anew in every step from a thread index that is read anew, so that nothing of it takes a
- * register from one step to the next. */
-template <int EPILOGUE>
+/* What a warp has of a half of its consumer's. Made anew in every step from a thread index that is read anew, so that nothing of
+ * it takes a register from one step to the next. */
+template <int BN, int EPILOGUE>
 __device__ __forceinline__ warp_tile half_of(warp_staging<EPILOGUE> *staging, int row0, int row1, int half) {
-  const int thread = thread_index(), warp = thread / 32 - GROUP_WARPS;
-  return {staging[warp].h[0], staging[warp].a, thread % 32, row0 + 64 * half + warp % GROUP_WARPS * 16, row1};
+  const int thread = thread_index(), warp = thread / 32 - GROUP_WARPS, group = warp / GROUP_WARPS;
+  const int place = (tile_shape<BN>::in_turn ? half : group) * 64 + warp % GROUP_WARPS * 16;
+  return {staging[warp].h, staging[warp].a, staging[warp].weight + 16 * half,
+          thread % 32,     row0 + place,    row1};
+}
+
+/* Before the product: what the epilogue will need of the tile, and the factors of its rows, whose loads the product hides. */
+template <int BN, int EPILOGUE>
+__device__ __forceinline__ void begin_epilogue(warp_staging<EPILOGUE> *staging, const gemm_params &p,
+                                               const tile_place &place) {
+  warp_staging<EPILOGUE> &own = staging[warp_index()];
+  own.place = place;
+  const warp_tile w = half_of<BN>(staging, place.row0, place.row1, 0);
+  const int row = w.row0 + w.lane % 16 + w.lane / 16 * 64;
+  const bool have = p.weights != nullptr && row < place.row1 && w.lane < 16 * tile_shape<BN>::halves;
+  own.weight[w.lane] = have ? p.weights[p.row_slot ? p.row_slot[row] : row] : 1.0f;
+  __syncwarp();
 }
 
 /* Where plain results go: rows of n columns. */
@@ -294,34 +209,34 @@ __device__ __forceinline__ void store_direct(const float *acc, const warp_tile &
 struct two_weights {
   float of[2];
 };
-__device__ __forceinline__ two_weights weights_of(const warp_tile &w, const float *weights, const int *row_slot) {
-  const int row = w.row0 + w.lane / 4;
-  return {row_weight(weights, row_slot, row, w.row1), row_weight(weights, row_slot, row + 8, w.row1)};
+__device__ __forceinline__ two_weights weights_of(const warp_tile &w) {
+  return {{w.weight[w.lane / 4], w.weight[w.lane / 4 + 8]}};
 }
 
 /* 32 columns of a half, 16 accumulators, to staging columns `to` on; `unit` counts them in the order of accumulators. */
 template <int BN>
-__device__ __forceinline__ void stage_unit(const float *acc, const warp_tile &w, int unit, int to, const float *weight,
-                                           const bf16 *bias, int n0, int n) {
+__device__ __forceinline__ void stage_unit(const float *acc, const warp_tile &w, int unit, int to,
+                                           const float *weight, const bf16 *bias, int n0, int n) {
   switch (unit) {
-#define CASE(U)                                                                                              \
-  case U:                                                                                                    \
-    if constexpr (U < BM / 64 * BN / 32) stage_h<4>(acc + U * 16, w, to, weight, bias, n0, n); \
+#define CASE(U)                                             \
+  case U:                                                   \
+    if constexpr (U < tile_shape<BN>::accumulators / 16)    \
+      stage_h<4>(acc + U * 16, w, to, weight, bias, n0, n); \
     break;
     EACH_OF_12(CASE)
 #undef CASE
   }
 }
 
-/* One step of a plain result. */
-template <int BN>
-__device__ __forceinline__ void store_step(const float *acc, const warp_tile &w, const output &out, int step, int n0,
-                                           const bf16 *bias, const two_weights &weight) {
+/* One step of a plain result, of STEPS. */
+template <int STEPS>
+__device__ __forceinline__ void store_step(const float *acc, const warp_tile &w, const output &out, int step,
+                                           int n0, const bf16 *bias, const two_weights &weight) {
   const bool direct = out.fp32 || out.accumulate;
   switch (step) {
 #define CASE(STEP)                                                     \
   case STEP:                                                           \
-    if constexpr (STEP < BM / 64 * BN / 64) {                          \
+    if constexpr (STEP < STEPS) {                                      \
       if (direct)                                                      \
         store_direct(acc + STEP * 32, w, out, n0, weight.of, bias);    \
       else                                                             \
@@ -338,32 +253,35 @@ __device__ __forceinline__ void store_step(const float *acc, const warp_tile &w,
 }
 
 template <int BN>
-__device__ __forceinline__ void store_steps(const float *acc, warp_staging<STORE> *staging, const gemm_params &p) {
+__device__ __forceinline__ void store_steps(const float *acc, warp_staging<STORE> *staging,
+                                            const gemm_params &p) {
 #pragma unroll 1
-  for (int step = 0; step < BM / 64 * BN / 64; step++) {
+  for (int step = 0; step < tile_shape<BN>::accumulators / 32; step++) {
     const tile_place place = staging[warp_index()].place;
-    const warp_tile w = half_of(staging, place.row0, place.row1, step / (BN / 64));
+    const warp_tile w = half_of<BN>(staging, place.row0, place.row1, step / (BN / 64));
     const int n0 = place.column * BN + step % (BN / 64) * 64;
     if (n0 >= p.n || w.row0 >= w.row1) continue;
     const bf16 *bias = p.bias ? p.bias + (int64_t)place.expert * p.n : nullptr;
-    store_step<BN>(acc, w, {p.d, p.n, p.d_fp32 != 0, p.accumulate != 0}, step, n0, bias,
-                   weights_of(w, p.weights, p.row_slot));
+    store_step<tile_shape<BN>::accumulators / 32>(acc, w, {p.d, p.n, p.d_fp32 != 0, p.accumulate != 0}, step,
+                                                  n0, bias, weights_of(w));
   }
 }
 
 template <int BN>
-__device__ __forceinline__ void act_steps(const float *acc, warp_staging<ACT> *staging, const gemm_params &p) {
+__device__ __forceinline__ void act_steps(const float *acc, warp_staging<ACT> *staging,
+                                          const gemm_params &p) {
   const int parts = p.act.gated ? 2 : 1; /* of 32 columns each */
   const int steps = BN / 32 / parts;     /* of a half */
 #pragma unroll 1
-  for (int half = 0, step = 0; half < BM / 64; step + 1 < steps ? step++ : (half++, step = 0)) {
+  for (int half = 0, step = 0; half < tile_shape<BN>::halves;
+       step + 1 < steps ? step++ : (half++, step = 0)) {
     const tile_place place = staging[warp_index()].place;
-    const warp_tile w = half_of(staging, place.row0, place.row1, half);
+    const warp_tile w = half_of<BN>(staging, place.row0, place.row1, half);
     const bf16 *bias = p.bias ? p.bias + (int64_t)place.expert * p.n : nullptr;
     const int f0 = (place.column * steps + step) * 32;
     if (f0 >= p.inter || w.row0 >= w.row1) continue;
     const h_runs runs = runs_of(p, f0, 32);
-    two_weights weight = weights_of(w, p.weights, p.row_slot);
+    two_weights weight = weights_of(w);
 #pragma unroll 1
     for (int part = 0; part < parts; part++) {
       HERE_AND_NOW(weight.of);
@@ -374,94 +292,82 @@ __device__ __forceinline__ void act_steps(const float *acc, warp_staging<ACT> *s
     __syncwarp();
     if (p.h != nullptr) rows_out(w, p.h, runs);
     __syncwarp();
-    if (p.act.up_beta > 0)
-      act_switch<true>(w, p);
-    else
-      act_switch<false>(w, p);
+    act_switch(w, p);
     __syncwarp();
     elements_out(w, w.h, STAGING_LINE, in_pairs(p) ? 4 : 2, static_cast<bf16 *>(p.d), p.inter, f0);
     __syncwarp();
   }
 }
 
-/* The part of the tile and the staging that a DACT step works on. */
+/* Asks for the h of a DACT step. */
 template <int BN>
-__device__ __forceinline__ warp_tile dact_part(warp_staging<DACT> *staging, const tile_place &place, int step) {
-  warp_tile w = half_of(staging, place.row0, place.row1, step / (BN / 32));
-  w.h += step % 2 * 16 * STAGING_LINE;
-  return w;
-}
-
-/* Asks for the h of a step. */
-template <int BN>
-__device__ __forceinline__ void dact_ask(warp_staging<DACT> *staging, const gemm_params &p, int step) {
+__device__ __forceinline__ h_pieces dact_ask(warp_staging<DACT> *staging, const gemm_params &p, int step) {
   const tile_place place = staging[warp_index()].place;
   const int f0 = place.column * BN + step % (BN / 32) * 32;
-  if (step < BM / 64 * BN / 32) rows_in(dact_part<BN>(staging, place, step), p.h, runs_of(p, f0, 32));
-  cp_async_commit();
+  return rows_ask(half_of<BN>(staging, place.row0, place.row1, step / (BN / 32)), p.h, runs_of(p, f0, 32));
 }
 
 /* The last step of a half: the sums of its rows, over the four lanes of each. */
-__device__ __forceinline__ void dact_sums(const warp_tile &w, const gemm_params &p, int column, dact_lane &lane) {
+__device__ __forceinline__ void dact_sums(const warp_tile &w, const gemm_params &p, int column, float *sums) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int row = w.row0 + w.lane / 4 + 8 * i;
-    float sum = lane.sum[i] + __shfl_xor_sync(0xffffffffu, lane.sum[i], 1);
+    float sum = sums[i] + __shfl_xor_sync(0xffffffffu, sums[i], 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    if (p.partial != nullptr && w.lane % 4 == 0 && row < w.row1) p.partial[(int64_t)row * p.column_tiles + column] = sum;
-    lane.sum[i] = 0;
+    if (p.partial != nullptr && w.lane % 4 == 0 && row < w.row1)
+      p.partial[(int64_t)row * p.column_tiles + column] = sum;
+    sums[i] = 0;
   }
 }
 
-/* 32 elements a step; h is asked for a step ahead, for the first one before the product (`dact_ask`). */
+/* 32 elements a step; h is asked for a step ahead, for the first one before the product. */
 template <int BN>
-__device__ __forceinline__ void dact_steps(const float *acc, warp_staging<DACT> *staging, const gemm_params &p) {
-  dact_lane lane = {{0, 0}, {0, 0}};
+__device__ __forceinline__ void dact_steps(const float *acc, warp_staging<DACT> *staging,
+                                           const gemm_params &p, h_pieces &asked) {
+  constexpr int steps = tile_shape<BN>::accumulators / 16;
+  float sums[2] = {0, 0};
 #pragma unroll 1
-  for (int step = 0; step < BM / 64 * BN / 32; step++) {
-    dact_ask<BN>(staging, p, step + 1);
-    cp_async_wait<1>();
-    __syncwarp();
+  for (int step = 0; step < steps; step++) {
     const tile_place place = staging[warp_index()].place;
-    const warp_tile w = dact_part<BN>(staging, place, step);
+    const warp_tile w = half_of<BN>(staging, place.row0, place.row1, step / (BN / 32));
     const int f0 = place.column * BN + step % (BN / 32) * 32, left = p.inter - f0;
-    const two_weights weight = weights_of(w, p.weights, p.row_slot);
-    lane.weight[0] = weight.of[0], lane.weight[1] = weight.of[1];
+    rows_in(w, asked);
+    if (step + 1 < steps) asked = dact_ask<BN>(staging, p, step + 1);
+    __syncwarp();
 #pragma unroll 1
     for (int part = 0; part < 2; part++) {
       float da[8];
       switch (2 * step + part) {
-#define CASE(U)                                        \
-  case U:                                              \
-    if constexpr (U < BM / 64 * BN / 16)               \
+#define CASE(U)                                           \
+  case U:                                                 \
+    if constexpr (U < tile_shape<BN>::accumulators / 8)   \
       for (int i = 0; i < 8; i++) da[i] = acc[U * 8 + i]; \
     break;
         EACH_OF_24(CASE)
 #undef CASE
       }
-      if (p.act.up_beta > 0)
-        dact_switch<true>(w, p, da, 16 * part, left, lane);
-      else
-        dact_switch<false>(w, p, da, 16 * part, left, lane);
+      dact_switch(w, p, da, 16 * part, left, sums);
     }
     __syncwarp();
     if (p.d != nullptr) elements_out(w, w.a, A_LINE, 2, static_cast<bf16 *>(p.d), p.inter, f0);
     rows_out(w, p.dh, runs_of(p, f0, 32));
-    if (step % (BN / 32) == BN / 32 - 1) dact_sums(w, p, place.column, lane);
+    if (step % (BN / 32) == BN / 32 - 1) dact_sums(w, p, place.column, sums);
     __syncwarp();
   }
-  cp_async_wait<0>();
 }
 
 template <int BN>
-__device__ __forceinline__ void epilogue(const float *acc, warp_staging<STORE> *staging, const gemm_params &p) {
+__device__ __forceinline__ void epilogue(const float *acc, warp_staging<STORE> *staging, const gemm_params &p,
+                                         h_pieces &) {
   store_steps<BN>(acc, staging, p);
 }
 template <int BN>
-__device__ __forceinline__ void epilogue(const float *acc, warp_staging<ACT> *staging, const gemm_params &p) {
+__device__ __forceinline__ void epilogue(const float *acc, warp_staging<ACT> *staging, const gemm_params &p,
+                                         h_pieces &) {
   act_steps<BN>(acc, staging, p);
 }
 template <int BN>
-__device__ __forceinline__ void epilogue(const float *acc, warp_staging<DACT> *staging, const gemm_params &p) {
-  dact_steps<BN>(acc, staging, p);
+__device__ __forceinline__ void epilogue(const float *acc, warp_staging<DACT> *staging, const gemm_params &p,
+                                         h_pieces &asked) {
+  dact_steps<BN>(acc, staging, p, asked);
 }
