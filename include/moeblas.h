@@ -144,6 +144,12 @@ typedef enum moe_recompute {
   MOE_RECOMPUTE_H = 1     /* saved: the row map only; backward repeats the up projection, same bits */
 } moe_recompute;
 
+typedef enum moe_schedule { /* how the tiles of a matrix product are handed to the multiprocessors; same results */
+  MOE_SCHEDULE_STATIC = 0, /* dealt out in advance: fastest on a device that nothing else uses */
+  MOE_SCHEDULE_DYNAMIC =
+      1 /* each takes the next when it is free: for devices shared with other kernels. The CPU always */
+} moe_schedule;
+
 /* ---- descriptors ---------------------------------------------------------------------------------------------- */
 
 /* The activation. With g' = min(g, gate_max) and u' = clamp(u, up_min, up_max), on the saved fp32 value of h:
@@ -211,6 +217,10 @@ typedef struct moe_config {
   int64_t latent;       /* L: experts work on xl = x latent_down^T [T,L], out = (...) latent_up^T; 0: none.
                              The shared expert and the router see x */
   moe_recompute recompute;
+  int64_t
+      sm_limit; /* multiprocessors (CPU: threads) that run calls may hold, so that others can work beside them;
+                       0: all of the context; at most moe_context_units */
+  moe_schedule schedule;
 } moe_config;
 #define MOE_CONFIG_INIT MOE_INIT(moe_config)
 

@@ -18,6 +18,8 @@
   moe_status moe_run_##name(struct run *run, moe_##name##_args *args) {                            \
     const struct backend *backend = run->ctx->backend;                                             \
     const size_t used = run->workspace.used;                                                       \
+    args->sm_limit = run->config->sm_limit;                                                        \
+    args->schedule = run->config->schedule;                                                        \
     args->scratch_bytes = backend->name##_scratch ? backend->name##_scratch(run->ctx, args) : 0;   \
     args->scratch = args->scratch_bytes ? arena_take(&run->workspace, args->scratch_bytes) : NULL; \
     run->workspace.used = used;                                                                    \

@@ -226,8 +226,12 @@ TEST(config_enums_and_flags) {
   REFUSE(ARGUMENT, "router.renorm_epsilon = 0.5, wanted 0 without router.renormalize",
          c.router.renorm_epsilon = 0.5f);
   REFUSE(ARGUMENT, "plan: recompute = 2, wanted 0 .. 1", c.recompute = (moe_recompute)2);
+  REFUSE(ARGUMENT, "plan: sm_limit = -1, wanted 0 .. ", c.sm_limit = -1);
+  REFUSE(ARGUMENT, "plan: sm_limit = 4096, wanted 0 .. ", c.sm_limit = 4096);
+  REFUSE(ARGUMENT, "plan: schedule = 2, wanted 0 .. 1", c.schedule = (moe_schedule)2);
   REFUSE(ARGUMENT, "plan: weight_on_input = 2, wanted 0 .. 1", c.weight_on_input = 2);
   REFUSE(ARGUMENT, "plan: transposed = -1, wanted 0 .. 1", c.transposed = -1);
+  ACCEPT(c.sm_limit = 1, c.schedule = MOE_SCHEDULE_DYNAMIC);
   ACCEPT(c.dtype = MOE_FP16, c.router_dtype = MOE_FP16, c.grad_dtype = MOE_FP32);
 }
 

@@ -86,6 +86,11 @@ static moe_context *open_cpu(void) {
     REFUSED(moe_##op(ctx, &a, (moe_stream)(void *)in), ARGUMENT, #op ": stream is given, wanted NULL"); \
     EXPECT(moe_##op##_scratch(NULL, &a) == SIZE_MAX && moe_##op##_scratch(ctx, NULL) == SIZE_MAX,       \
            #op ": NULL has a scratch size");                                                            \
+    a.sm_limit = 3;                                                                                     \
+    REFUSED(moe_##op(ctx, &a, NULL), ARGUMENT, #op ": sm_limit = 3, wanted 0 .. 2");                    \
+    a.sm_limit = 2, a.schedule = (moe_schedule)2;                                                       \
+    REFUSED(moe_##op(ctx, &a, NULL), ARGUMENT, #op ": schedule = 2, wanted 0 .. 1");                    \
+    EXPECT(moe_##op##_scratch(ctx, &a) == SIZE_MAX, #op ": a bad schedule has a scratch size");         \
     a.size = 0;                                                                                         \
     REFUSED(moe_##op(ctx, &a, NULL), ARGUMENT, #op ": args: size = 0, wanted ");                        \
     EXPECT(moe_##op##_scratch(ctx, &a) == SIZE_MAX, #op ": size 0 has a scratch size");                 \

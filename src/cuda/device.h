@@ -52,6 +52,14 @@ moe_status moe_cuda_event_record(moe_context *ctx, void *event, moe_stream strea
 moe_status moe_cuda_event_elapsed_us(moe_context *ctx, void *from, void *to, double *out);
 void moe_cuda_event_destroy(moe_context *ctx, void *event);
 
+/* Streams and graphs of the table (stream.c). */
+moe_status moe_cuda_stream_create(moe_context *ctx, moe_stream *out);
+void moe_cuda_stream_destroy(moe_context *ctx, moe_stream stream);
+moe_status moe_cuda_graph_begin(moe_context *ctx, moe_stream stream);
+moe_status moe_cuda_graph_end(moe_context *ctx, moe_stream stream, void **executable, int64_t *launches);
+moe_status moe_cuda_graph_launch(moe_context *ctx, void *executable, moe_stream stream);
+void moe_cuda_graph_destroy(moe_context *ctx, void *executable);
+
 #ifdef __cplusplus
 }
 #endif

@@ -16,6 +16,12 @@ extern "C" {
 #include "../ops.def"
 #undef MOE_OP
 
+/* The multiprocessors that an op may hold: one that launches no more blocks than these, each too large to share one, holds
+ * no more of them. */
+static inline int64_t moe_cuda_units(const moe_context *ctx, int64_t sm_limit) {
+  return sm_limit > 0 && sm_limit < ctx->units ? sm_limit : ctx->units;
+}
+
 /* Each file of kernels loads its own. */
 #define CUDA_KERNEL_FILES(FILE) \
   FILE(act)                     \
