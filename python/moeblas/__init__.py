@@ -35,6 +35,7 @@ from ._structs import (
     ParamGrads,
     Params,
     Recompute,
+    Schedule,
     Score,
     Status,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "Params",
     "Plan",
     "Recompute",
+    "Schedule",
     "Score",
     "Status",
     "UnsupportedError",

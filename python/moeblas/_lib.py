@@ -240,6 +240,16 @@ def make_config(**fields: object) -> Config:
     return config
 
 
+def _with_dtypes(config: Config) -> Config:
+    """A copy in which the formats left at their default are those that the library takes."""
+    c = Config.from_buffer_copy(config)
+    c.dtype = c.dtype or Dtype.BF16
+    c.logits_dtype = c.logits_dtype or Dtype.FP32
+    c.router_dtype = c.router_dtype or c.dtype
+    c.grad_dtype = c.grad_dtype or c.dtype
+    return c
+
+
 # ---- objects
 
 
@@ -275,21 +285,19 @@ def _cached_context(backend: int, device: int) -> Context:
 
 
 class Plan:
-    """A checked configuration on a context. Immutable; usable by many threads, each with its own
-    workspace.
+    """A checked configuration on a context. Immutable; threads may share it, each with a workspace.
 
     ``config`` is a ``Config`` or a mapping for ``make_config``. Raises ArgumentError or
     UnsupportedError with the library's reason.
     """
 
     def __init__(self, context: Context, config: Config | Mapping[str, object]) -> None:
-        if not isinstance(config, Config):
-            config = make_config(**config)
+        given = config if isinstance(config, Config) else make_config(**config)
         handle = c_void_p()
-        lib.moe_plan_create(byref(handle), context.handle, byref(config))
+        lib.moe_plan_create(byref(handle), context.handle, byref(given))
         self.handle: int = handle.value or 0
         self.context = context  # must outlive the plan
-        self.config = config
+        self.config = _with_dtypes(given)
         self._destroy = weakref.finalize(self, lib.moe_plan_destroy, self.handle)
 
     def _bytes(self, what: str, tokens: int) -> int:

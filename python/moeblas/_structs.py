@@ -93,6 +93,11 @@ class Recompute(IntEnum):
     H = 1
 
 
+class Schedule(IntEnum):
+    STATIC = 0
+    DYNAMIC = 1
+
+
 class Sized(Structure):
     """A struct that starts with its own size; an unknown field is an AttributeError."""
 
@@ -158,6 +163,8 @@ class Config(Sized):
         ("shared_inter", c_int64),
         ("latent", c_int64),
         ("recompute", c_int),
+        ("sm_limit", c_int64),
+        ("schedule", c_int),
     ]
 
 
@@ -221,6 +228,7 @@ class ForwardArgs(Sized):
         ("saved_bytes", c_size_t),
         ("workspace", c_void_p),
         ("workspace_bytes", c_size_t),
+        ("token_count", c_void_p),
     ]
 
 
@@ -247,6 +255,7 @@ class BackwardArgs(Sized):
         ("dtopk_weights", c_void_p),
         ("grads", POINTER(ParamGrads)),
         ("accumulate", c_int),
+        ("token_count", c_void_p),
     ]
 
 
@@ -262,5 +271,6 @@ ENUMS: dict[type[Structure], dict[str, type[IntEnum]]] = {
         "entry": Entry,
         "drop": Drop,
         "recompute": Recompute,
+        "schedule": Schedule,
     },
 }
