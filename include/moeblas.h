@@ -321,6 +321,9 @@ typedef struct moe_forward_args {
   size_t saved_bytes;
   void *workspace; /* moe_plan_workspace bytes */
   size_t workspace_bytes;
+  const int32_t
+      *token_count; /* one number in the back end's memory, or NULL: tokens from it on are masked, so that one
+                                 graph serves every batch of up to `tokens`. Not for MOE_ENTRY_ROWS */
 } moe_forward_args;
 #define MOE_FORWARD_ARGS_INIT MOE_INIT(moe_forward_args)
 
@@ -345,7 +348,8 @@ typedef struct moe_backward_args {
   void *dlogits;                /* [T,E] logits_dtype, written; MOE_ENTRY_LOGITS */
   float *dtopk_weights;         /* [T,k] written; MOE_ENTRY_IDS. MOE_ENTRY_ROWS: [T] */
   const moe_param_grads *grads; /* NULL: none wanted */
-  int accumulate; /* 1: parameter gradients are added to what is there; 0: they are overwritten */
+  int accumulate;             /* 1: parameter gradients are added to what is there; 0: they are overwritten */
+  const int32_t *token_count; /* that of the forward call */
 } moe_backward_args;
 #define MOE_BACKWARD_ARGS_INIT MOE_INIT(moe_backward_args)
 

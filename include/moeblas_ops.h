@@ -99,6 +99,17 @@ typedef struct moe_route_backward_args {
 size_t moe_route_backward_scratch(const moe_context *ctx, const moe_route_backward_args *args);
 moe_status moe_route_backward(moe_context *ctx, const moe_route_backward_args *args, moe_stream stream);
 
+/* mask[t] = 1 where t >= *token_count or padding_mask[t] is not 0, else 0. */
+typedef struct moe_token_mask_args {
+  MOE_OP_HEAD
+  int64_t tokens;
+  const int32_t *token_count;  /* one number of any value; NULL: tokens */
+  const uint8_t *padding_mask; /* [T] or NULL. May be `mask` */
+  uint8_t *mask;               /* [T] written */
+} moe_token_mask_args;
+size_t moe_token_mask_scratch(const moe_context *ctx, const moe_token_mask_args *args);
+moe_status moe_token_mask(moe_context *ctx, const moe_token_mask_args *args, moe_stream stream);
+
 /* Rows from ids: a stable counting sort by expert, after dropping what is over capacity. */
 typedef struct moe_sort_args {
   MOE_OP_HEAD

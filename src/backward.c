@@ -242,12 +242,13 @@ static moe_status run_shared(struct run *run, const moe_backward_args *io, const
   return MOE_OK;
 }
 
-moe_status moe_run_backward(struct run *run, const moe_backward_args *io, const moe_params *params,
+moe_status moe_run_backward(struct run *run, moe_backward_args *io, const moe_params *params,
                             const moe_param_grads *grads) {
   const moe_config *c = run->config;
   struct saved s;
   struct row_map tokens;
   moe_lay_out_saved(run, &run->saved, true, &s);
+  TRY(moe_mask_tokens(run, io->token_count, &io->padding_mask));
   TRY(moe_map_tokens(run, io->padding_mask, &tokens));
   struct partial dx = {0};
   if (io->dx != NULL) dx.sum = moe_take(&run->workspace, run->tokens * c->hidden, MOE_FP32);

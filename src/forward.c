@@ -131,11 +131,12 @@ static moe_status report(struct run *run, const moe_forward_args *io, const stru
   return MOE_OK;
 }
 
-moe_status moe_run_forward(struct run *run, const moe_forward_args *io, const moe_params *params) {
+moe_status moe_run_forward(struct run *run, moe_forward_args *io, const moe_params *params) {
   const moe_config *c = run->config;
   struct saved s;
   const bool keep = run->saved.base != 0;
   moe_lay_out_saved(run, keep ? &run->saved : &run->workspace, keep, &s);
+  TRY(moe_mask_tokens(run, io->token_count, &io->padding_mask));
   TRY(route(run, io, params, &s));
   TRY(report(run, io, &s));
   if (c->shared_inter == 0) return run_routed(run, io, params, &s, io->out, c->dtype);

@@ -76,6 +76,16 @@ void moe_lay_out_saved(const struct run *run, struct arena *arena, bool keep_h, 
   }
 }
 
+moe_status moe_mask_tokens(struct run *run, const int32_t *token_count, const uint8_t **padding_mask) {
+  /* As the mask: known only at run time, so a measurement counts it in. */
+  if (run->config->entry == MOE_ENTRY_ROWS || (token_count == NULL && !run->measure)) return MOE_OK;
+  uint8_t *mask = arena_take(&run->workspace, (size_t)run->tokens);
+  RUN(run, token_mask, .tokens = run->tokens, .token_count = token_count, .padding_mask = *padding_mask,
+      .mask = mask);
+  *padding_mask = mask;
+  return MOE_OK;
+}
+
 moe_status moe_map_tokens(struct run *run, const uint8_t *padding_mask, struct row_map *map) {
   *map = (struct row_map){0};
   /* The mask is known only at run time, so a measurement counts it in. */
@@ -137,7 +147,7 @@ static size_t forward_need(const moe_plan *plan, int64_t tokens) {
                              .b1 = anything,
                              .b2 = anything,
                              .shared_gate = anything};
-  const moe_forward_args io = {.tokens = tokens};
+  moe_forward_args io = {.tokens = tokens};
   if (moe_run_forward(&run, &io, &params) != MOE_OK) return SIZE_MAX;
   return run.workspace.peak;
 }
@@ -156,7 +166,7 @@ static size_t backward_need(const moe_plan *plan, int64_t tokens) {
                                  .shared_gate = anything,
                                  .latent_down = anything,
                                  .latent_up = anything};
-  const moe_backward_args io = {.tokens = tokens, .dx = anything, .dtopk_weights = (float *)(void *)anything};
+  moe_backward_args io = {.tokens = tokens, .dx = anything, .dtopk_weights = (float *)(void *)anything};
   if (moe_run_backward(&run, &io, &params, &grads) != MOE_OK) return SIZE_MAX;
   return run.workspace.peak;
 }
@@ -233,12 +243,18 @@ static moe_status check_stream(const char *op, const moe_plan *plan, moe_stream 
 
 /* The arrays that say where tokens go; the same for both directions. */
 static moe_status check_routing(const char *op, const struct run *run, const void *logits,
-                                const void *given_weights, const void *row_offset, const void *padding_mask) {
+                                const void *given_weights, const void *row_offset, const void *padding_mask,
+                                const int32_t *token_count) {
   const moe_config *c = run->config;
   const bool some = run->tokens > 0, ids = c->entry == MOE_ENTRY_IDS, rows = c->entry == MOE_ENTRY_ROWS;
   TRY(check_array(op, "logits", logits, some && c->entry == MOE_ENTRY_LOGITS, c->entry == MOE_ENTRY_LOGITS));
   TRY(check_array(op, "given_weights", given_weights, some && ids, ids || rows));
   TRY(check_array(op, "row_offset", row_offset, some && rows, rows));
+  CHECK(token_count == NULL || !rows, MOE_ERROR_ARGUMENT,
+        "%s: token_count is given, wanted NULL: with MOE_ENTRY_ROWS row_offset[E] says how many there are",
+        op);
+  CHECK((uintptr_t)token_count % sizeof *token_count == 0, MOE_ERROR_ARGUMENT,
+        "%s: token_count = %p, wanted an address aligned to 4 bytes", op, (const void *)token_count);
   return check_array(op, "padding_mask", padding_mask, false, !rows);
 }
 
@@ -247,7 +263,8 @@ static moe_status check_forward(const struct run *run, const moe_forward_args *i
   const bool some = run->tokens > 0, rows = c->entry == MOE_ENTRY_ROWS, router = moe_has_router(c);
   const bool global = c->router.balance == MOE_BALANCE_GLOBAL;
   TRY(check_array("forward", "x", io->x, some, true));
-  TRY(check_routing("forward", run, io->logits, io->given_weights, io->row_offset, io->padding_mask));
+  TRY(check_routing("forward", run, io->logits, io->given_weights, io->row_offset, io->padding_mask,
+                    io->token_count));
   TRY(check_array("forward", "given_ids", io->given_ids,
                   some && (c->entry == MOE_ENTRY_IDS || (router && c->topk > c->experts)), !rows));
   TRY(check_array("forward", "global_counts", io->global_counts, global, global));
@@ -301,7 +318,8 @@ static moe_status check_backward(const struct run *run, const moe_backward_args 
   const moe_config *c = run->config;
   const bool some = run->tokens > 0, given = c->entry == MOE_ENTRY_IDS || c->entry == MOE_ENTRY_ROWS;
   TRY(check_array("backward", "x", io->x, some, true));
-  TRY(check_routing("backward", run, io->logits, io->given_weights, io->row_offset, io->padding_mask));
+  TRY(check_routing("backward", run, io->logits, io->given_weights, io->row_offset, io->padding_mask,
+                    io->token_count));
   TRY(check_array("backward", "dout", io->dout, some, true));
   TRY(check_array("backward", "dx", io->dx, false, true));
   TRY(check_array("backward", "dlogits", io->dlogits, false, c->entry == MOE_ENTRY_LOGITS));

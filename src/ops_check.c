@@ -91,6 +91,18 @@ moe_status moe_arrays_route_backward(const moe_route_backward_args *a) {
   return MOE_OK;
 }
 
+moe_status moe_sizes_token_mask(moe_token_mask_args *a, struct resolved *resolved) {
+  (void)resolved;
+  RANGE(token_mask, a, tokens, 0, MAX_ROWS);
+  return MOE_OK;
+}
+moe_status moe_arrays_token_mask(const moe_token_mask_args *a) {
+  CHECK((uintptr_t)a->token_count % sizeof(int32_t) == 0, MOE_ERROR_ARGUMENT,
+        "token_mask: token_count = %p, wanted an address aligned to 4 bytes", (const void *)a->token_count);
+  CHECK(a->mask != NULL || a->tokens == 0, MOE_ERROR_ARGUMENT, "token_mask: mask = NULL, wanted an array");
+  return MOE_OK;
+}
+
 moe_status moe_sizes_sort(moe_sort_args *a, struct resolved *resolved) {
   (void)resolved;
   RANGE(sort, a, experts, 1, MOE_MAX_EXPERTS);

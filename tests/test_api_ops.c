@@ -28,6 +28,7 @@ VALID(router_loss, .tokens = 4, .experts = 2, .topk = 2, .router = &router, .log
       .logits_dtype = MOE_FP32, .ids = ids, .losses = out, .slopes = more_out)
 VALID(route_backward, .tokens = 4, .experts = 2, .topk = 2, .router = &router, .logits = in,
       .logits_dtype = MOE_FP32, .ids = ids, .dlogits = out, .dlogits_dtype = MOE_FP32)
+VALID(token_mask, .tokens = 4, .token_count = counts, .mask = (uint8_t *)(void *)out)
 VALID(sort, .tokens = 4, .experts = 2, .topk = 2, .ids = ids, .weights = in, .capacity = 3,
       .row_offset = offsets, .row_slot = row_slot, .slot_row = slot_row, .counts = counts)
 VALID(bias_update, .experts = 2, .counts = counts, .rate = 0.5f, .bias = out)

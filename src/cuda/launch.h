@@ -33,7 +33,8 @@ static inline int64_t moe_cuda_units(const moe_context *ctx, int64_t sm_limit) {
   FILE(route)                   \
   FILE(router_loss)             \
   FILE(simt)                    \
-  FILE(sort)
+  FILE(sort)                    \
+  FILE(token_mask)
 #define FILE_LOADER(file) moe_status moe_cuda_load_##file(void);
 CUDA_KERNEL_FILES(FILE_LOADER)
 #undef FILE_LOADER
