@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""moeblas in PyTorch: the layer as functions, as modules, and as operators ``torch.ops.moeblas.*``."""
+
+from .functional import ExpertOptions, RouterOptions, Routing, experts, moe, rows
+
+__all__ = ["ExpertOptions", "RouterOptions", "Routing", "experts", "moe", "rows"]
