@@ -128,6 +128,18 @@ struct experts moe_shared_experts(const struct run *run, const moe_params *param
                           .weights = params->shared_gate ? saved->gate_weights : NULL};
 }
 
+const moe_router_desc moe_gate_router = {
+    .score = MOE_SCORE_SIGMOID, .renorm_epsilon = 1e-20f, .scale = 1, .groups = 1, .topk_groups = 1};
+
+moe_status moe_sum_rows(struct run *run, const struct experts *e, const void *rows, bool weighted,
+                        const float *addend, void *out, moe_dtype out_dtype) {
+  RUN(run, combine, .tokens = run->tokens, .hidden = e->width, .topk = e->topk, .rows = e->rows,
+      .slot_row = e->map.slot_row, .row_end = e->map.row_offset ? e->map.row_offset + e->count : NULL,
+      .weights = weighted ? e->weights : NULL, .addend = addend, .y = rows, .y_dtype = run->config->dtype,
+      .out = out, .out_dtype = out_dtype);
+  return MOE_OK;
+}
+
 /* ---- size queries: the same code, measuring */
 
 static struct run measuring(const moe_plan *plan, int64_t tokens) {

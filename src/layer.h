@@ -75,6 +75,13 @@ moe_status moe_mask_tokens(struct run *run, const int32_t *token_count, const ui
 /* The map of the tokens that are not masked, for everything dense that sums over tokens. */
 moe_status moe_map_tokens(struct run *run, const uint8_t *padding_mask, struct row_map *map);
 
+/* The gate of the shared expert is a router of one logit with a sigmoid. */
+extern const moe_router_desc moe_gate_router;
+
+/* Sum over a token's rows, weighted or not, on top of `addend` [T,D] if there is one. */
+moe_status moe_sum_rows(struct run *run, const struct experts *e, const void *rows, bool weighted,
+                        const float *addend, void *out, moe_dtype out_dtype);
+
 struct experts moe_routed_experts(const struct run *run, const moe_params *params, const struct saved *saved);
 struct experts moe_shared_experts(const struct run *run, const moe_params *params, const struct saved *saved);
 

@@ -371,6 +371,28 @@ TEST(sizes_grow_with_tokens) {
   EXPECT(moe_plan_workspace(NULL, 1) == SIZE_MAX && moe_plan_saved(NULL, 1) == SIZE_MAX, "NULL has a size");
 }
 
+/* dh beside the rows of dx, or beside weight * a before them; the rest is maps and what a product needs of its own. */
+TEST(workspace_is_what_the_widest_moment_needs) {
+  static const int64_t shapes[][4] = {{2048, 768, 128, 8}, {768, 2048, 8, 2}, {2880, 2880, 32, 4}};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+    for (int entry = MOE_ENTRY_HIDDEN; entry <= MOE_ENTRY_IDS; entry++) {
+      moe_context *ctx;
+      moe_plan *plan;
+      moe_config c = MOE_CONFIG_INIT;
+      c.hidden = shapes[i][0], c.inter = shapes[i][1], c.experts = shapes[i][2], c.topk = shapes[i][3];
+      c.act.gated = 1, c.entry = (moe_entry)entry;
+      REQUIRE(moe_context_create(&ctx, MOE_BACKEND_CPU, 1) == MOE_OK, "%s", moe_last_error());
+      REQUIRE(moe_plan_create(&plan, ctx, &c) == MOE_OK, "%s", moe_last_error());
+      const int64_t tokens = 16384, rows = tokens * c.topk;
+      const int64_t columns = 2 * c.inter + (c.hidden > c.inter ? c.hidden : c.inter);
+      const int64_t limit = 2 * rows * columns + rows * 16 + tokens * c.experts * 4 + (4 << 20);
+      const size_t found = moe_plan_workspace(plan, tokens);
+      EXPECT(found <= (size_t)limit, "shape %zu, entry %d: %zu bytes, wanted at most %lld", i, entry, found,
+             (long long)limit);
+      moe_plan_destroy(plan), moe_context_destroy(ctx);
+    }
+}
+
 TEST(describe_and_warmup) {
   struct layer l;
   OPEN(&l, &layer_cases[0], o.tokens = 4);
