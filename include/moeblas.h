@@ -350,6 +350,8 @@ typedef struct moe_backward_args {
   const moe_param_grads *grads; /* NULL: none wanted */
   int accumulate;             /* 1: parameter gradients are added to what is there; 0: they are overwritten */
   const int32_t *token_count; /* that of the forward call */
+  const float
+      *dlosses; /* [2] or NULL for 1: gradients of the balancing loss and the z-loss, on top of loss_scale */
 } moe_backward_args;
 #define MOE_BACKWARD_ARGS_INIT MOE_INIT(moe_backward_args)
 

@@ -95,6 +95,7 @@ typedef struct moe_route_backward_args {
   float loss_scale;            /* 0: 1 */
   void *dlogits;               /* [T,E] written */
   moe_dtype dlogits_dtype;
+  const float *dlosses; /* [2] or NULL for 1: gradients of the two losses, on top of loss_scale */
 } moe_route_backward_args;
 size_t moe_route_backward_scratch(const moe_context *ctx, const moe_route_backward_args *args);
 moe_status moe_route_backward(moe_context *ctx, const moe_route_backward_args *args, moe_stream stream);

@@ -142,7 +142,7 @@ static moe_status run_router(struct run *run, const moe_backward_args *io, const
       .router = &c->router, .logits = hidden ? s->logits : io->logits, .logits_dtype = dtype,
       .router_bias = params->router_bias, .ids = s->ids, .slot_row = s->map.slot_row,
       .padding_mask = io->padding_mask, .dweights = dweights, .slopes = io->skip_losses ? NULL : s->slopes,
-      .loss_scale = io->loss_scale, .dlogits = dlogits, .dlogits_dtype = dtype);
+      .loss_scale = io->loss_scale, .dlosses = io->dlosses, .dlogits = dlogits, .dlogits_dtype = dtype);
   if (grads->router_bias != NULL)
     RUN(run, bias_grad, .rows = run->tokens, .n = c->experts, .experts = 1, .row_offset = tokens->row_offset,
         .row_slot = tokens->row_slot, .gather_topk = 1, .v = dlogits, .v_dtype = dtype,

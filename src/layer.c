@@ -336,6 +336,7 @@ static moe_status check_backward(const struct run *run, const moe_backward_args 
   TRY(check_array("backward", "dx", io->dx, false, true));
   TRY(check_array("backward", "dlogits", io->dlogits, false, c->entry == MOE_ENTRY_LOGITS));
   TRY(check_array("backward", "dtopk_weights", io->dtopk_weights, false, given));
+  TRY(check_array("backward", "dlosses", io->dlosses, false, moe_has_losses(c)));
   TRY(moe_check_range("backward", "accumulate", io->accumulate, 0, 1));
   TRY(moe_check_range("backward", "skip_losses", io->skip_losses, 0, 1));
   CHECK(io->loss_scale - io->loss_scale == 0, MOE_ERROR_ARGUMENT,

@@ -88,6 +88,7 @@ moe_status moe_arrays_route_backward(const moe_route_backward_args *a) {
   ARRAY(route_backward, a, logits, a->tokens > 0);
   ARRAY(route_backward, a, ids, a->tokens > 0);
   ARRAY(route_backward, a, dlogits, a->tokens > 0);
+  ARRAY(route_backward, a, dlosses, false);
   return MOE_OK;
 }
 

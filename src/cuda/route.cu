@@ -212,17 +212,22 @@ __device__ __forceinline__ void slot_gradients(const route_backward_params &p, i
   __syncwarp();
 }
 
+/* Gradient of the balancing loss (0) or the z-loss (1). */
+__device__ __forceinline__ double loss_gradient(const moe_route_backward_args &a, int which) {
+  return (double)a.loss_scale * (a.dlosses != nullptr ? a.dlosses[which] : 1.0f);
+}
+
 /* d += gradient of all scores from the balancing loss; slope[e] is its derivative by the normalised score. */
 __device__ __forceinline__ void add_balance(const route_backward_params &p, const float *slope,
                                             const warp_memory &w) {
   const int experts = (int)p.args.experts;
+  const double scale = loss_gradient(p.args, 0);
   double mean = 0, divisor = 1;
   if (is_elementwise(p.router.score)) {
     divisor = warp_sum(w.score, experts) + SHARE_FLOOR;
     mean = warp_dot(slope, w.score, experts) / divisor;
   }
-  for (int e = lane_id(); e < experts; e += 32)
-    w.key[e] += (float)((double)p.args.loss_scale * (slope[e] - mean) / divisor);
+  for (int e = lane_id(); e < experts; e += 32) w.key[e] += (float)(scale * (slope[e] - mean) / divisor);
   __syncwarp();
 }
 
@@ -286,7 +291,7 @@ __device__ __forceinline__ void backward_token(const route_backward_params &p, i
   if (a.dweights != nullptr && over_slots) through_slot_softmax(w, topk, experts);
   if (slopes != nullptr && slopes[experts] != 0) {
     if (elementwise) logsumexp = warp_softmax(w.score, w.z, experts);
-    const double slope = logsumexp == -INFINITY ? 0 : (double)a.loss_scale * slopes[experts] * logsumexp;
+    const double slope = logsumexp == -INFINITY ? 0 : loss_gradient(a, 1) * slopes[experts] * logsumexp;
     for (int e = lane_id(); e < experts; e += 32) w.key[e] += (float)(slope * w.score[e]);
   }
 }
