@@ -256,6 +256,7 @@ class BackwardArgs(Sized):
         ("grads", POINTER(ParamGrads)),
         ("accumulate", c_int),
         ("token_count", c_void_p),
+        ("dlosses", c_void_p),
     ]
 
 

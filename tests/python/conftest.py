@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,7 @@ def pytest_unconfigure(config) -> None:
     if reporter is None:
         return
     stats = reporter.stats
-    for report in stats.get("skipped", []):
-        print(f"skipped {report.nodeid}: {report.longrepr[2]}")
+    for reason, count in Counter(report.longrepr[2] for report in stats.get("skipped", [])).items():
+        print(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
     failed = len(stats.get("failed", [])) + len(stats.get("error", []))
     print(f"{len(stats.get('passed', []))} passed, {failed} failed")
