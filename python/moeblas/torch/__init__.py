@@ -2,5 +2,15 @@
 """moeblas in PyTorch: the layer as functions, as modules, and as operators ``torch.ops.moeblas.*``."""
 
 from .functional import ExpertOptions, RouterOptions, Routing, experts, moe, rows
+from .modules import Experts, MoE
 
-__all__ = ["ExpertOptions", "RouterOptions", "Routing", "experts", "moe", "rows"]
+__all__ = [
+    "ExpertOptions",
+    "Experts",
+    "MoE",
+    "RouterOptions",
+    "Routing",
+    "experts",
+    "moe",
+    "rows",
+]

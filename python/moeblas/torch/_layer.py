@@ -15,12 +15,20 @@ from typing import NamedTuple
 
 import torch
 
-from .. import ArgumentError, Config, Context, Entry, Plan, UnsupportedError, make_config
+from .. import ArgumentError, Balance, Config, Context, Entry, Plan, UnsupportedError, make_config
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 # Inputs that go with the tokens, then the parameters, in the order of the ops' arguments.
-ROUTING = ("logits", "ids", "weights", "row_offset", "padding_mask", "global_counts")
+ROUTING = (
+    "logits",
+    "ids",
+    "weights",
+    "row_offset",
+    "padding_mask",
+    "token_count",
+    "global_counts",
+)
 PARAMS = (
     "router_weight",
     "router_bias",
@@ -46,6 +54,7 @@ _SHAPES = {
     "weights": "T K",
     "row_offset": "E+1",
     "padding_mask": "T",
+    "token_count": "1",
     "global_counts": "E+1",
     "router_weight": "E H",
     "router_bias": "E",
@@ -66,6 +75,7 @@ _NUMBERS = {
     "weights": (torch.float32,),
     "row_offset": (torch.int32,),
     "padding_mask": (torch.bool, torch.uint8),
+    "token_count": (torch.int32,),
     "global_counts": (torch.int64,),
     "router_bias": (torch.float32,),
     "correction_bias": (torch.float32,),
@@ -89,6 +99,8 @@ class Layer:
         self.experts: int = plan.config.experts
         self.entry = Entry(plan.config.entry)
         self.routed = self.entry in (Entry.HIDDEN, Entry.LOGITS)
+        router = plan.config.router
+        self.has_losses = router.balance != Balance.NONE or router.z_coeff > 0
         self.workspace = lru_cache(maxsize=256)(plan.workspace)
         self.saved_rate, self.saved_fixed = _saved_bound(sizes)
 
@@ -135,7 +147,7 @@ def _dims(options: dict, width: int, given: dict[str, Traits]) -> dict[str, int]
     dims["L"] = given["latent_down"].shape[1 if turned else 0] if "latent_down" in given else 0
     dims["D"] = dims["L"] or width
     dims["F2"], dims["S2"] = (1 + gated) * dims["F"], (1 + gated) * dims["S"]
-    dims["E+1"] = dims["E"] + 1
+    dims["E+1"], dims["1"] = dims["E"] + 1, 1
     if options["entry"] == "ids":
         dims["K"] = given["weights"].shape[-1]
     else:

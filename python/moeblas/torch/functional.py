@@ -116,6 +116,11 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype)
 
 
+def cast_ids(ids: Tensor) -> Tensor:
+    """Expert ids as the operators take them; int64 ids are cut to 32 bits."""
+    return _cast(ids, torch.int32)
+
+
 def _autocast(name: str, tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """What autocast makes of a parameter: biases of the router, and its weight where that is fp32, stay in fp32."""
     if tensor is None or (name == "router_weight" and tensor.dtype == torch.float32):
@@ -152,6 +157,7 @@ def experts(
     b2: Tensor | None = None,
     *,
     padding_mask: Tensor | None = None,
+    token_count: Tensor | None = None,
     **options,
 ) -> Tensor:
     """Runs chosen experts: out[t] = sum over j of weights[t,j] expert_ids[t,j](x[t]).
@@ -164,6 +170,7 @@ def experts(
         w2: [E, H, F] as x; [E, F, H] if ``transposed``.
         b1, b2: [E, F2] and [E, H] as x, or None.
         padding_mask: [T] bool; True: the token takes no part.
+        token_count: [1] int32 on the device: tokens from it on take no part.
         options: see ``ExpertOptions``.
 
     Returns:
@@ -173,8 +180,9 @@ def experts(
         moeblas.ArgumentError: shapes, types or options that do not fit together.
         moeblas.UnsupportedError: what the back end does not do.
     """
-    tensors = {"w1": w1, "w2": w2, "b1": b1, "b2": b2, "padding_mask": padding_mask}
-    tensors["ids"], tensors["weights"] = _cast(ids, torch.int32), _cast(weights, torch.float32)
+    tensors = {"w1": w1, "w2": w2, "b1": b1, "b2": b2}
+    tensors |= {"padding_mask": padding_mask, "token_count": token_count}
+    tensors["ids"], tensors["weights"] = cast_ids(ids), _cast(weights, torch.float32)
     flat = x.reshape(-1, x.shape[-1])
     return call(options_text("ids", **options), flat, tensors)[0].view(x.shape)
 
@@ -207,6 +215,18 @@ def rows(
     return call(options_text("rows", **options), x, tensors)[0]
 
 
+def routed(
+    options: str, x: Tensor, router_weight: Tensor | None, tensors: dict[str, Tensor | None]
+) -> tuple[Tensor, Routing]:
+    """``moe`` with its options as text and everything optional in ``tensors``."""
+    tensors["router_weight"] = router_weight
+    tensors["ids"] = _cast(tensors.get("ids"), torch.int32)
+    outputs = call(options, x.reshape(-1, x.shape[-1]), tensors)
+    out, losses, ids, weights, counts = outputs[:5]
+    new_counts = None if tensors.get("global_counts") is None else outputs[5]
+    return out.view(x.shape), Routing(losses[0], losses[1], ids, weights, counts, new_counts)
+
+
 def moe(
     x: Tensor,
     router_weight: Tensor | None,
@@ -217,6 +237,7 @@ def moe(
     logits: Tensor | None = None,
     ids: Tensor | None = None,
     padding_mask: Tensor | None = None,
+    token_count: Tensor | None = None,
     global_counts: Tensor | None = None,
     b1: Tensor | None = None,
     b2: Tensor | None = None,
@@ -238,6 +259,8 @@ def moe(
         logits: [T, E] in place of the router product.
         ids: [T, K] to use instead of the router's choice (their weights still come from the scores).
         padding_mask: [T] bool; True: the token takes no part, in no loss and no count.
+        token_count: [1] int32 on the device: tokens from it on take no part. One graph or
+            compiled call then serves every batch of up to T tokens.
         global_counts: [E+1] int64, for ``balance="global"``; not written to, the new ones are returned.
         router_bias, correction_bias: [E], used in fp32; the second only selects and has no gradient.
         shared_w1, shared_w2: [S2, H] and [H, S], the shared expert; shared_gate: [H], its sigmoid gate.
@@ -250,27 +273,10 @@ def moe(
     Raises:
         As ``experts``.
     """
-    tensors = {
-        "router_weight": router_weight,
-        "logits": logits,
-        "padding_mask": padding_mask,
-        "global_counts": global_counts,
-        "router_bias": router_bias,
-        "correction_bias": correction_bias,
-        "ids": _cast(ids, torch.int32),
-    }
-    tensors |= {
-        "w1": w1,
-        "w2": w2,
-        "b1": b1,
-        "b2": b2,
-        "shared_w1": shared_w1,
-        "shared_w2": shared_w2,
-    }
+    tensors = {"w1": w1, "b1": b1, "w2": w2, "b2": b2, "logits": logits, "ids": ids}
+    tensors |= {"padding_mask": padding_mask, "token_count": token_count}
+    tensors |= {"global_counts": global_counts, "router_bias": router_bias}
+    tensors |= {"correction_bias": correction_bias, "shared_w1": shared_w1, "shared_w2": shared_w2}
     tensors |= {"shared_gate": shared_gate, "latent_down": latent_down, "latent_up": latent_up}
-    text = options_text("hidden" if logits is None else "logits", topk=topk, **options)
-    outputs = call(text, x.reshape(-1, x.shape[-1]), tensors)
-    out, losses, chosen, weights, counts = outputs[:5]
-    new_counts = None if global_counts is None else outputs[5]
-    routing = Routing(losses[0], losses[1], chosen, weights, counts, new_counts)
-    return out.view(x.shape), routing
+    entry = "hidden" if logits is None else "logits"
+    return routed(options_text(entry, topk=topk, **options), x, router_weight, tensors)

@@ -36,17 +36,14 @@ def _arguments(names: Sequence[str]) -> str:
 
 
 def _results(names: Sequence[str]) -> str:
-    """The names as outputs of the caller, each with an alias letter of its own."""
-    return ", ".join(
-        f"Tensor({chr(97 + i)}!){'' if name == 'out' else '?'} {name}"
-        for i, name in enumerate(names)
-    )
+    """The names as optional outputs of the caller, each with an alias letter of its own."""
+    return ", ".join(f"Tensor({chr(98 + i)}!)? {name}=None" for i, name in enumerate(names))
 
 
 _INPUTS = _arguments(ROUTING + PARAMS)
 _COUNTED = _INPUTS.replace("Tensor? global_counts", "Tensor(z!)? global_counts")
 _BACK = f"Tensor dout, Tensor? dlosses, Tensor x, {_arguments(_KEPT)}, Tensor saved, str options"
-_OUTS = _results(("out", *_REPORTS))
+_OUTS = "Tensor(a!) out, " + _results(_REPORTS)
 _GRAD_OUTS = _results(["d" + name for name in GRADS])
 _SCHEMAS = (
     f"forward(Tensor x, {_INPUTS}, str options, bool save) -> Tensor[]",
@@ -130,7 +127,7 @@ def _fields(
 ) -> dict[str, int]:
     """The fields that both argument structs have, but the workspace."""
     fields = {"tokens": x.shape[0], "x": x.data_ptr()}
-    for name in ("logits", "row_offset", "padding_mask"):
+    for name in ("logits", "row_offset", "padding_mask", "token_count"):
         if name in given:
             fields[name] = given[name].data_ptr()
     if "weights" in given:
@@ -259,7 +256,7 @@ def _run_backward(
     fields["workspace"], fields["workspace_bytes"] = workspace.data_ptr(), workspace.numel()
     fields["accumulate"] = int(accumulate)
     fields["dout"] = dout.data_ptr()
-    if dlosses is None:
+    if dlosses is None or not layer.has_losses:
         fields["skip_losses"] = 1
     else:
         fields["dlosses"] = dlosses.data_ptr()
@@ -282,6 +279,7 @@ def _start_backward(
     if saved.dtype != torch.uint8 or saved.device != x.device or _ready(saved) is not saved:
         raise ArgumentError("moeblas.torch: saved is not what forward returned with save = True")
     if dlosses is not None:
+        dlosses = _ready(dlosses)
         _check_output("dlosses", dlosses, (2,), (torch.float32,), x)
     return _ready(dout), dlosses, _ready(x), _given(x, tensors)
 
@@ -376,8 +374,12 @@ class _Forward(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "moeblas.torch: backward with create_graph = True, wanted without: the layer can be"
+                " differentiated once"
+            )
         x, *kept, saved = ctx.saved_tensors
         needed = dict(zip(_NAMES, ctx.needs_input_grad[1:]))
         wanted = [needed[name] for name in GRADS]
