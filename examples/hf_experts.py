@@ -9,8 +9,9 @@ import moeblas.hf
 moeblas.hf.register()  # from here on "moeblas" is an experts_implementation of every model
 
 config = Qwen3MoeConfig(
-    vocab_size=256, hidden_size=128, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=4,
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    vocab_size=256, hidden_size=128, moe_intermediate_size=64, num_experts=16,
+    num_experts_per_tok=4, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32,
 )  # fmt: skip
 # With a checkpoint: AutoModelForCausalLM.from_pretrained(name, experts_implementation="moeblas")
 model = AutoModelForCausalLM.from_config(config, experts_implementation="moeblas")
