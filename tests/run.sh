@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Runs the tests of a finished build and sums them: `tests/run.sh [unit] [problems] [scripts] [gates]`, all four without
+# Runs the tests of a finished build and sums them: `tests/run.sh [unit] [problems] [scripts] [gates] [python]`, all without
 # arguments. Two jobs run at a time. A job is a program that ends with the line "N passed, N failed"; one that does not,
 # or that fails, stops itself short or tests nothing, counts as a failure. The closing line is the sum.
 # Environment: BUILD, ONLY (part of a job's name), JOB_SECONDS (limit of one job).
@@ -19,7 +19,23 @@ add() { # name command...
   return 0
 }
 
-for part in ${*:-unit problems scripts gates}; do
+add_python() { # test file: a job, unless what it is about cannot be imported; then it says so
+  local name module reason
+  name=python_$(basename "${1#*test_}" .py)
+  case $name in
+  python_jax*) module=jax ;;
+  python_torch*) module=torch ;;
+  python_hf*) module=transformers ;;
+  *) module=numpy ;;
+  esac
+  if reason=$("$BUILD/venv/bin/python" -c "import $module" 2>&1); then
+    add "$name" "$BUILD/venv/bin/python" -m pytest -q -p no:cacheprovider "$1"
+  else
+    echo "$name is skipped: no $module in $BUILD/venv (${reason##*$'\n'}); make test-python installs it"
+  fi
+}
+
+for part in ${*:-unit problems scripts gates python}; do
   case $part in
   unit) for source in tests/test_*.c; do
     name=$(basename "$source" .c)
@@ -45,7 +61,11 @@ for part in ${*:-unit problems scripts gates}; do
     add "$name" "$gate"
     add "${name}_self_test" "$gate" --self-test
   done ;;
-  *) echo "tests/run.sh: part = $part, wanted unit, problems, scripts or gates" >&2; exit 2 ;;
+  python)
+    tools/venv.sh "$BUILD"
+    for source in tests/python/test_*.py; do add_python "$source"; done
+    ;;
+  *) echo "tests/run.sh: part = $part, wanted unit, problems, scripts, gates or python" >&2; exit 2 ;;
   esac
 done
 if ((${#jobs[@]} == 0)); then

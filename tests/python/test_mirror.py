@@ -176,7 +176,7 @@ def test_mirror_is_the_header(tmp_path: Path) -> None:
         ("MOE_BF16 = 2", "MOE_BF16 = 4"),  # another value
         ("MOE_DROP_POSITION = 1", "MOE_DROP_POSITION = 1, MOE_DROP_PLANTED = 2"),
         ("MOE_ENTRY_IDS = 2,", ""),
-        ("typedef struct moe_plan", "typedef struct moe_a { int a; } moe_a; typedef struct moe_plan"),
+        ("moe_context;", "moe_context; typedef struct moe_a { int b; } moe_a;"),
         ("moe_backend backend, int device)", "moe_backend backend)"),  # an argument too few
         ("int64_t tokens, char *text", "int tokens, char *text"),
         ("size_t moe_plan_saved(", "int moe_plan_saved("),
