@@ -21,8 +21,7 @@ static inline void *on_gpu(size_t bytes) {
 }
 
 static inline void gpu_layer_close(struct layer *g) {
-  for (int id = 0; id < LAYER_ARRAY_COUNT; id++)
-    if (g->array[id].bytes > 0) moe_memory_free(gpu, g->array[id].data);
+  for (int id = 0; id < LAYER_ARRAY_COUNT; id++) moe_memory_free(gpu, g->array[id].data);
   moe_plan_destroy(g->plan);
 }
 
