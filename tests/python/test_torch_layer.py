@@ -11,9 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch_layer as plain  # noqa: E402
-
-import moeblas.torch as mt  # noqa: E402
+import moeblas.torch as mt
+import torch_layer as plain
 
 GPT_OSS = {
     "alpha": 1.702,
@@ -215,7 +214,9 @@ def test_rows_entry(device):
     ids, weights = ids[:, :1].clamp(-1, COUNT), weights.detach()[:, :1]
     key = torch.where(ids < 0, COUNT, ids).flatten()
     order = key.argsort(stable=True)
-    offset = torch.cat([key.new_zeros(1), torch.bincount(key, minlength=COUNT + 1)[:COUNT].cumsum(0)])
+    offset = torch.cat(
+        [key.new_zeros(1), torch.bincount(key, minlength=COUNT + 1)[:COUNT].cumsum(0)]
+    )
     sorted_weights = weights.flatten()[order].requires_grad_()
     found = mt.rows(x[order], offset, w1, w2, weights=sorted_weights)
     wanted = mt.experts(x, ids, weights.requires_grad_(), w1, w2)[order]
@@ -245,7 +246,9 @@ def test_differences(name):
     loss(made).backward()
     for key, tensor in made.items():
         # Error: rounding 1e-7 |loss| / step against step^2 of the third derivative.
-        direction = torch.nn.functional.normalize(draw(*tensor.shape).flatten(), dim=0).view_as(tensor)
+        direction = torch.nn.functional.normalize(draw(*tensor.shape).flatten(), dim=0).view_as(
+            tensor
+        )
         slope = (tensor.grad.double() * direction).sum()
         ends = [loss({**made, key: tensor + sign * 0.02 * direction}).item() for sign in (1, -1)]
         floor = 1e-2 * tensor.grad.norm() / tensor.numel() ** 0.5

@@ -7,13 +7,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch_layer as plain  # noqa: E402
-from torch.library import opcheck  # noqa: E402
-
-import moeblas  # noqa: E402
-import moeblas.torch as mt  # noqa: E402
-from moeblas.torch._layer import GRADS, PARAMS, ROUTING  # noqa: E402
-from moeblas.torch.functional import options_text  # noqa: E402
+import moeblas
+import moeblas.torch as mt
+import torch_layer as plain
+from moeblas.torch._layer import GRADS, PARAMS, ROUTING
+from moeblas.torch.functional import options_text
+from torch.library import opcheck
 
 TOKENS, HIDDEN, INTER, COUNT, TOPK = 12, 16, 24, 4, 2
 FORWARD, BACKWARD = torch.ops.moeblas.forward, torch.ops.moeblas.backward
@@ -99,14 +98,15 @@ def backward_inputs(case, device):
     outputs = FORWARD.default(x, *made, text, True)
     by_name = dict(zip(ROUTING + PARAMS, made))
     kept = [by_name[n] for n in ROUTING + PARAMS if n not in ("ids", "global_counts")]
-    dlosses = torch.tensor([2.0, 3.0], device=device) if entry_of(CASES[case][0]) == "hidden" else None
+    dlosses = (
+        torch.tensor([2.0, 3.0], device=device) if entry_of(CASES[case][0]) == "hidden" else None
+    )
     return (torch.randn_like(x), dlosses, x, *kept, outputs[-1], text), {"x": x, **by_name}
 
 
 def wanted_of(by_name):
     return [
-        by_name[name] is not None
-        and not (name == "weights" and by_name["weights"] is None)
+        by_name[name] is not None and not (name == "weights" and by_name["weights"] is None)
         for name in GRADS
     ]
 
@@ -259,7 +259,9 @@ def torch_ops_layer(x, text, tensors):
 REFUSED = {
     "w1 is torch.bfloat16, wanted torch.float32": {"w1": torch.bfloat16},
     "x is torch.float64, wanted float32": {"x": torch.float64},
-    r"w2 has shape \[4, 16, 23\]|w1 has shape \[4, 48, 16\], wanted \[4, 46, 16\]": {"w2": (4, 16, 23)},
+    r"w2 has shape \[4, 16, 23\]|w1 has shape \[4, 48, 16\], wanted \[4, 46, 16\]": {
+        "w2": (4, 16, 23)
+    },
     r"w2 has shape \[5, 16, 24\], wanted \[4, 16, 24\]": {"w2": (5, 16, 24)},
     r"b1 has shape \[4, 24\], wanted \[4, 48\]": {"b1": (4, 24)},
     r"w1 has shape \[48, 16\], wanted 3 dimensions": {"w1": (48, 16)},

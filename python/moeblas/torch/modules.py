@@ -39,7 +39,9 @@ class _Layer(nn.Module):
         up = inter * (2 if _is_gated(options) else 1)
         turned = bool(options.get("transposed"))
         self._parameter(prefix + "w1", width, *experts, *((width, up) if turned else (up, width)))
-        self._parameter(prefix + "w2", inter, *experts, *((inter, width) if turned else (width, inter)))
+        self._parameter(
+            prefix + "w2", inter, *experts, *((inter, width) if turned else (width, inter))
+        )
 
     def _biases(self, experts: int, inter: int, width: int, options: dict) -> None:
         self._parameter("b1", width, experts, inter * (2 if _is_gated(options) else 1))
