@@ -250,12 +250,14 @@ size_t moe_plan_describe(const moe_plan *plan, int64_t tokens, char *text, size_
       "back end   %s, %d units\n"
       "layer      hidden %" PRId64 ", inter %" PRId64 ", experts %" PRId64 ", topk %" PRId64 ", %s, %s\n"
       "extras     shared %" PRId64 ", latent %" PRId64 ", recompute %s\n"
+      "holds      at most %" PRId64 " units, %s schedule\n"
       "tokens     %" PRId64 "\n"
       "workspace  %zu bytes\n"
       "saved      %zu bytes\n",
       plan->ctx->backend->name, plan->ctx->units, c->hidden, c->inter, c->experts, c->topk,
       moe_activation_name(c->act.kind, c->act.gated), moe_dtype_name(c->dtype), c->shared_inter, c->latent,
-      c->recompute == MOE_RECOMPUTE_H ? "h" : "none", tokens, moe_plan_workspace(plan, tokens),
+      c->recompute == MOE_RECOMPUTE_H ? "h" : "none", c->sm_limit > 0 ? c->sm_limit : plan->ctx->units,
+      c->schedule == MOE_SCHEDULE_DYNAMIC ? "dynamic" : "static", tokens, moe_plan_workspace(plan, tokens),
       moe_plan_saved(plan, tokens));
   return length < 0 ? 0 : (size_t)length;
 }
