@@ -20,6 +20,7 @@ enum type {
 };
 enum factor {
   ONE,
+  TWO,
   TOKENS,
   HIDDEN,
   WIDTH,
@@ -41,26 +42,28 @@ struct array {
 };
 
 #define AT(field) offsetof(struct call, field)
-#define PARAMETERS                                                                                           \
-  {"router_weight", AT(params.router_weight), OF_ROUTER, {EXPERTS, HIDDEN}},                                 \
-      {"router_bias", AT(params.router_bias), OF_FLOAT, {EXPERTS}},                                          \
-      {"correction_bias", AT(params.correction_bias), OF_FLOAT, {EXPERTS}},                                  \
-      {"w1", AT(params.w1), OF_DTYPE, {EXPERTS, UP, WIDTH}}, {"b1", AT(params.b1), OF_DTYPE, {EXPERTS, UP}}, \
-      {"w2", AT(params.w2), OF_DTYPE, {EXPERTS, WIDTH, INTER}},                                              \
-      {"b2", AT(params.b2), OF_DTYPE, {EXPERTS, WIDTH}},                                                     \
-      {"shared_w1", AT(params.shared_w1), OF_DTYPE, {SHARED_UP, HIDDEN}},                                    \
-      {"shared_w2", AT(params.shared_w2), OF_DTYPE, {HIDDEN, SHARED}},                                       \
-      {"shared_gate", AT(params.shared_gate), OF_DTYPE, {HIDDEN}},                                           \
-      {"latent_down", AT(params.latent_down), OF_DTYPE, {LATENT, HIDDEN}}, {                                 \
-    "latent_up", AT(params.latent_up), OF_DTYPE, { HIDDEN, LATENT }                                          \
-  }
+
+/* Operands of both directions. */
+static const struct array parameters[] = {
+    {"router_weight", AT(params.router_weight), OF_ROUTER, {EXPERTS, HIDDEN}},
+    {"router_bias", AT(params.router_bias), OF_FLOAT, {EXPERTS}},
+    {"correction_bias", AT(params.correction_bias), OF_FLOAT, {EXPERTS}},
+    {"w1", AT(params.w1), OF_DTYPE, {EXPERTS, UP, WIDTH}},
+    {"b1", AT(params.b1), OF_DTYPE, {EXPERTS, UP}},
+    {"w2", AT(params.w2), OF_DTYPE, {EXPERTS, WIDTH, INTER}},
+    {"b2", AT(params.b2), OF_DTYPE, {EXPERTS, WIDTH}},
+    {"shared_w1", AT(params.shared_w1), OF_DTYPE, {SHARED_UP, HIDDEN}},
+    {"shared_w2", AT(params.shared_w2), OF_DTYPE, {HIDDEN, SHARED}},
+    {"shared_gate", AT(params.shared_gate), OF_DTYPE, {HIDDEN}},
+    {"latent_down", AT(params.latent_down), OF_DTYPE, {LATENT, HIDDEN}},
+    {"latent_up", AT(params.latent_up), OF_DTYPE, {HIDDEN, LATENT}},
+    {0}};
 
 static const struct array forward_operands[] = {
     {"x", AT(forward.x), OF_DTYPE, {TOKENS, HIDDEN}},
     {"given_ids", AT(forward.given_ids), OF_INT, {TOKENS, TOPK}},
     {"given_weights", AT(forward.given_weights), OF_FLOAT, {TOKENS, TOPK}},
     {"padding_mask", AT(forward.padding_mask), OF_BYTE, {TOKENS}},
-    PARAMETERS,
     {0}};
 
 static const struct array forward_results[] = {
@@ -68,6 +71,7 @@ static const struct array forward_results[] = {
     {"topk_ids", AT(forward.topk_ids), OF_INT, {TOKENS, TOPK}},
     {"topk_weights", AT(forward.topk_weights), OF_FLOAT, {TOKENS, TOPK}},
     {"counts", AT(forward.counts), OF_INT, {EXPERTS}},
+    {"losses", AT(forward.losses), OF_FLOAT, {TWO}},
     {"saved", AT(forward.saved), OF_SPACE, {0}},
     {"workspace", AT(forward.workspace), OF_SPACE, {0}},
     {0}};
@@ -77,8 +81,8 @@ static const struct array backward_operands[] = {
     {"given_weights", AT(backward.given_weights), OF_FLOAT, {TOKENS, TOPK}},
     {"padding_mask", AT(backward.padding_mask), OF_BYTE, {TOKENS}},
     {"dout", AT(backward.dout), OF_DTYPE, {TOKENS, HIDDEN}},
+    {"dlosses", AT(backward.dlosses), OF_FLOAT, {TWO}},
     {"saved", AT(backward.saved), OF_SPACE, {0}},
-    PARAMETERS,
     {0}};
 
 static const struct array backward_results[] = {
@@ -113,6 +117,7 @@ static struct layer layer_of(const moe_config *c, int64_t tokens) {
   const int64_t halves = c->act.gated ? 2 : 1;
   return (struct layer){.config = c,
                         .factors = {[ONE] = 1,
+                                    [TWO] = 2,
                                     [TOKENS] = tokens,
                                     [HIDDEN] = c->hidden,
                                     [WIDTH] = c->latent > 0 ? c->latent : c->hidden,
@@ -174,8 +179,8 @@ static const struct array *find_row(const struct array *table, const char *name,
   return table->name != NULL ? table : NULL;
 }
 
-/* Walks the names and the buffers side by side. */
-static moe_status take_arrays(const struct array *table, struct xla_span names,
+/* Walks the names and the buffers side by side; a name is of one of the two tables. */
+static moe_status take_arrays(const struct array *table, const struct array *more, struct xla_span names,
                               const struct xla_buffers *buffers, const struct layer *layer, struct call *call,
                               struct fault *fault) {
   const char *name = names.data, *end = names.data + names.length;
@@ -183,6 +188,7 @@ static moe_status take_arrays(const struct array *table, struct xla_span names,
     const char *space = name < end ? memchr(name, ' ', (size_t)(end - name)) : NULL;
     const size_t length = (size_t)((space ? space : end) - name);
     const struct array *row = find_row(table, name, length);
+    if (row == NULL) row = find_row(more, name, length);
     CHECK(row != NULL, fault, MOE_ERROR_ARGUMENT,
           "moeblas: buffer %" PRId64 " is \"%.*s\", wanted a known name", i, (int)length, name);
     CHECK(buffers->kinds[i] == XLA_BUFFER, fault, MOE_ERROR_ARGUMENT, "moeblas: %s is no buffer", row->name);
@@ -227,8 +233,10 @@ static moe_status take(const struct xla_frame *frame, const struct array *operan
   call->forward.tokens = call->backward.tokens = tokens;
   call->forward.params = call->backward.params = &call->params;
   call->backward.grads = &call->grads;
-  TRY(take_arrays(operands, *(struct xla_span *)operand_names, &frame->operands, &layer, call, fault));
-  return take_arrays(results, *(struct xla_span *)result_names, &frame->results, &layer, call, fault);
+  TRY(take_arrays(operands, parameters, *(struct xla_span *)operand_names, &frame->operands, &layer, call,
+                  fault));
+  return take_arrays(results, results, *(struct xla_span *)result_names, &frame->results, &layer, call,
+                     fault);
 }
 
 moe_status moe_xla_take_forward(const struct xla_frame *frame, const moe_config *config, struct call *call,
