@@ -29,6 +29,7 @@ static inline int64_t moe_cuda_units(const moe_context *ctx, int64_t sm_limit) {
   FILE(bias_grad)               \
   FILE(combine)                 \
   FILE(convert)                 \
+  FILE(copy)                    \
   FILE(permute)                 \
   FILE(route)                   \
   FILE(router_loss)             \
