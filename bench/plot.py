@@ -25,7 +25,7 @@ matplotlib.rcParams["svg.hashsalt"] = "moeblas"  # the same table gives the same
 matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, a third of the size
 matplotlib.rcParams["font.family"] = "sans-serif"
 
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 PASSES = {"fwd": "forward", "bwd": "backward"}
 LAYERS = {"moeblas", "moeblas-graph"}

@@ -19,15 +19,15 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import torch  # noqa: E402
+import torch
 
-import case as cases  # noqa: E402
-from peer import Absent, Peer  # noqa: E402
-from peer_deepgemm import LIMIT, DeepGEMM  # noqa: E402
-from peer_sonic import Sonic  # noqa: E402
-from peer_torch import Grouped, Transformers  # noqa: E402
-from peer_triton import Liger, ScatterMoE  # noqa: E402
-from timing import Clock, Table  # noqa: E402
+import case as cases
+from peer import Absent, Peer
+from peer_deepgemm import LIMIT, DeepGEMM
+from peer_sonic import Sonic
+from peer_torch import Grouped, Transformers
+from peer_triton import Liger, ScatterMoE
+from timing import Clock, Table
 
 PEERS: tuple[Peer | DeepGEMM, ...] = (
     Grouped(False, True),

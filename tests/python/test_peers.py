@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch")
 PEERS = Path(__file__).resolve().parents[2] / "bench" / "peers"
 sys.path.insert(0, str(PEERS))
 
-import case as cases  # noqa: E402
-from peer_sonic import Sonic  # noqa: E402
-from peer_torch import layer  # noqa: E402
+import case as cases
+from peer_sonic import Sonic
+from peer_torch import layer
 
 TINY = "t24 h16 f8 e4 k2 fp32 swiglu given bwd skew=zipf # tiny"
 

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
-import plot  # noqa: E402
+import plot
 
 TABLE = """date,commit,problem,pass,impl,time_us,tflops,gbps,pct_of_floor,launches,peak_mib,spread_pct,note
 d,c,ceiling,,dense,,800.0,,,,,,before
