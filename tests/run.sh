@@ -26,6 +26,7 @@ add_python() { # test file: a job, unless what it is about cannot be imported; t
   python_jax*) module=jax ;;
   python_torch*) module=torch ;;
   python_hf*) module=transformers ;;
+  python_plot) module=matplotlib ;;
   *) module=numpy ;;
   esac
   [[ $name == *"$only"* ]] || return 0

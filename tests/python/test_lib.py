@@ -179,6 +179,7 @@ def test_another_library_is_refused(source: str, tmp_path: Path) -> None:
 def test_the_example_learns() -> None:
     code = (ROOT / "examples/numpy_layer.py").read_text()
     assert code.count("\n") <= 30
+    assert code[code.index("import numpy") :] in (ROOT / "docs/python.md").read_text()
     done = start(code)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines()]
