@@ -14,12 +14,12 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import plot
 
-TABLE = """date,commit,problem,pass,impl,time_us,tflops,gbps,pct_of_floor,launches,peak_mib,spread_pct,note
-d,c,ceiling,,dense,,800.0,,,,,,before
-d,c,t8 bf16 swiglu given,fwd,moeblas,100.0,500.0,1,1,5,1,1,n
-d,c,t8 bf16 swiglu bwd given,bwd,moeblas,200.0,400.0,1,1,8,1,1,n
-d,c,t8 bf16 swiglu given,fwd,up,60.0,600.0,1,1,,1,1,n
-d,c,t8 bf16 swiglu given,,liger,,,,,,,,not run: absent
+TABLE = """problem,pass,impl,time_us,tflops,note
+ceiling,,dense,,800.0,before
+t8 bf16 swiglu given,fwd,moeblas,100.0,500.0,
+t8 bf16 swiglu bwd given,bwd,moeblas,200.0,400.0,
+t8 bf16 swiglu given,fwd,up,60.0,600.0,
+t8 bf16 swiglu given,,liger,,,not run: absent
 """
 
 
