@@ -37,8 +37,8 @@ static enum xla_code code_of(moe_status status) {
 
 /* Asked at registration: the version of the ABI, and what the handler may be used for. */
 static void describe(struct xla_metadata *metadata, moe_backend backend) {
-  metadata->version.major = XLA_MAJOR;
-  metadata->version.minor = XLA_MINOR;
+  metadata->version =
+      (struct xla_version){.size = sizeof metadata->version, .major = XLA_MAJOR, .minor = XLA_MINOR};
   metadata->traits = backend == MOE_BACKEND_CUDA ? XLA_COMMAND_BUFFER : 0;
 }
 
