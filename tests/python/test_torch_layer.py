@@ -161,7 +161,7 @@ def test_moe(name, device):
     options, made, wanted, out, routing, reference, mask, before = run_moe(
         name, torch.float32, device
     )
-    _, ids, weights, balance, zloss = reference
+    _, _, weights, balance, zloss = reference
     correction = wanted.get("correction_bias", 0)
     z = wanted["x"] @ wanted["router_weight"].T + wanted.get("router_bias", 0)
     chosen = plain.choose(z.detach(), TOPK, options, correction)

@@ -253,7 +253,7 @@ def test_saved_is_enough():
 def torch_ops_layer(x, text, tensors):
     from moeblas.torch import ops
 
-    return ops._layer(x, text, tensors)
+    return ops._Inputs(x, tensors).layer(text)
 
 
 REFUSED = {
@@ -265,7 +265,7 @@ REFUSED = {
     r"w2 has shape \[5, 16, 24\], wanted \[4, 16, 24\]": {"w2": (5, 16, 24)},
     r"b1 has shape \[4, 24\], wanted \[4, 48\]": {"b1": (4, 24)},
     r"w1 has shape \[48, 16\], wanted 3 dimensions": {"w1": (48, 16)},
-    "ids has 11 rows, wanted 12 as x": {"ids": (11, 2)},
+    r"ids has shape \[11, 2\], wanted 12 rows as x": {"ids": (11, 2)},
     r"weights has shape|ids has shape \[3\], wanted \[2\]": {"ids": (12, 3)},
     "x has 3 dimensions, wanted 2": {"x": (3, 4, 16)},
 }

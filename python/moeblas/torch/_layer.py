@@ -15,7 +15,17 @@ from typing import NamedTuple
 
 import torch
 
-from .. import ArgumentError, Balance, Config, Context, Entry, Plan, UnsupportedError, make_config
+from .. import (
+    ArgumentError,
+    Balance,
+    Config,
+    Context,
+    Dtype,
+    Entry,
+    Plan,
+    UnsupportedError,
+    make_config,
+)
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -83,7 +93,7 @@ _NUMBERS = {
 
 
 class Traits(NamedTuple):
-    """What the key holds of a tensor that is given: its shape without the tokens, its type, its device."""
+    """What matters of a tensor: its shape without the tokens, its type, its device (-1: CPU)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -120,20 +130,10 @@ def _saved_bound(plan: Plan) -> tuple[int, int]:
     return rate, 2 * plan.saved(1) + 16 * 256
 
 
-def traits(tensor: torch.Tensor | None, of_tokens: bool) -> Traits | None:
-    """The tensor's part of a key."""
-    if tensor is None:
-        return None
-    shape = tensor.shape
-    return Traits(shape[1:] if of_tokens else shape, tensor.dtype, tensor.get_device())
-
-
 def _dims(options: dict, width: int, given: dict[str, Traits]) -> dict[str, int]:
     """The letters of _SHAPES, read off the tensors that define them."""
-    if options["entry"] == "ids" and len(given["weights"].shape) != 1:
-        raise ArgumentError(
-            "moeblas.torch: weights has more or fewer than 2 dimensions, wanted [T,K]"
-        )
+    if options["entry"] == "ids" and ("weights" not in given or len(given["weights"].shape) != 1):
+        raise ArgumentError("moeblas.torch: weights are missing or not [T,K], wanted with ids")
     for name, rank in (("w1", 3), ("w2", 3), ("shared_w2", 2), ("latent_down", 2)):
         if name in given and len(given[name].shape) != rank:
             raise ArgumentError(
@@ -212,25 +212,30 @@ def find(
     device: int,
     units: int,
     grad_dtype: torch.dtype | None,
-    key: tuple[Traits | None, ...],
+    key: tuple[tuple[str, tuple[int, ...], torch.dtype, int], ...],
 ) -> Layer:
-    """The layer of these options (JSON, see ``functional.options_text``) and tensors; refuses what does not fit together.
+    """The layer of these options and tensors; refuses what does not fit together.
 
-    ``device`` is a CUDA ordinal or -1, ``units`` the CPU's threads; ``key`` follows ROUTING + PARAMS.
+    Args:
+        text: the options as JSON, see ``functional.options_text``.
+        width, dtype: of x.
+        device: a CUDA ordinal, or -1 for the CPU, which uses ``units`` threads.
+        grad_dtype: of the gradients of parameters, if not dtype.
+        key: name and ``Traits`` of every other input that is there.
     """
     options = json.loads(text)
-    given = dict(zip(ROUTING + PARAMS, key))
-    given = {name: found for name, found in given.items() if found is not None}
+    given = {name: Traits(*found) for name, *found in key}
     if dtype not in DTYPES:
         raise UnsupportedError(f"moeblas.torch: x is {dtype}, wanted float32, bfloat16 or float16")
     dims = _dims(options, width, given)
     _check_all(options, dims, given, dtype, device)
     config = _config(options, dims, given, dtype)
-    sizes = Plan(Context.get("cpu", 0), config)
+    limit, config.sm_limit = config.sm_limit, 0
+    sizes = Plan(Context.get("cpu"), config)  # the same on any device, and without one
+    config.sm_limit = limit
     if grad_dtype is not None:
-        config.grad_dtype = make_config(grad_dtype=DTYPES[grad_dtype]).grad_dtype
+        config.grad_dtype = Dtype[DTYPES[grad_dtype].upper()]
     context = Context.get("cpu", units) if device < 0 else Context.get("cuda", device)
     plan = Plan(context, config)
-    if device >= 0:
-        plan.warmup()
+    plan.warmup()
     return Layer(plan, sizes)

@@ -66,6 +66,8 @@ class Routing(NamedTuple):
     global_counts: Tensor | None  # [E+1] int64, what was given plus this call
 
 
+_INPUTS = ROUTING + PARAMS
+_IN_FP32 = ("router_bias", "correction_bias")
 _ROUTER = frozenset(RouterOptions.__annotations__) - {"capacity_factor", "drop"}
 _PLAIN = ("transposed", "weight_on_input", "sm_limit", "capacity_factor", "drop")
 _ACT = frozenset(ExpertOptions.__annotations__) - {"act", "recompute", *_PLAIN}
@@ -102,14 +104,7 @@ def _options_text(entry: str, **options: str | float) -> str:
     return json.dumps(fields, sort_keys=True)
 
 
-# ---- types
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type a layer computes in: autocast's where that is on, else that of x."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+# ---- types and shapes
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -121,27 +116,34 @@ def cast_ids(ids: Tensor) -> Tensor:
     return _cast(ids, torch.int32)
 
 
-def _autocast(name: str, tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What autocast makes of a parameter: biases of the router, and its weight where that is fp32, stay in fp32."""
-    if tensor is None or (name == "router_weight" and tensor.dtype == torch.float32):
-        return tensor
-    return _cast(tensor, torch.float32 if name in ("router_bias", "correction_bias") else dtype)
+def _autocast(tensors: dict[str, Tensor | None], dtype: torch.dtype) -> None:
+    """Autocast's rule: parameters take its type, but the weight of the router stays in fp32 if it is."""
+    for name in PARAMS:
+        tensor = tensors.get(name)
+        if tensor is not None and (name != "router_weight" or tensor.dtype != torch.float32):
+            tensors[name] = _cast(tensor, dtype)
 
 
 def call(options: str, x: Tensor, tensors: dict[str, Tensor | None]) -> list[Tensor]:
-    """The operator ``forward`` on x [T,H] and the tensors, named as in ROUTING and PARAMS, after casting them.
+    """The operator ``forward`` on x [..., H] and the tensors, named as in ROUTING and PARAMS.
 
-    Without autocast, parameters must have the type of x: a mistake there is refused, not converted.
+    The biases of the router are taken in fp32. Without autocast, other parameters must have the type of x: a mistake
+    there is refused, not converted. The first output has the shape of x.
     """
-    dtype = compute_dtype(x)
-    casting = dtype != x.dtype or torch.is_autocast_enabled(x.device.type)
-    inputs = [tensors.get(name) for name in ROUTING]
-    for name in PARAMS:
-        tensor = tensors.get(name)
-        if casting or name in ("router_bias", "correction_bias"):
-            tensor = _autocast(name, tensor, dtype)
-        inputs.append(tensor)
-    return torch.ops.moeblas.forward.default(_cast(x, dtype), *inputs, options, False)
+    biases = [(name, tensors[name]) for name in _IN_FP32 if name in tensors]
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        _autocast(tensors, dtype)
+        x = _cast(x, dtype)
+    for name, tensor in biases:
+        tensors[name] = _cast(tensor, torch.float32)
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    inputs = [tensors.get(name) for name in _INPUTS]
+    outputs = torch.ops.moeblas.forward.default(flat, *inputs, options, False)
+    if x.dim() != 2:
+        outputs[0] = outputs[0].view(x.shape)
+    return outputs
 
 
 # ---- the layer
@@ -183,8 +185,7 @@ def experts(
     tensors = {"w1": w1, "w2": w2, "b1": b1, "b2": b2}
     tensors |= {"padding_mask": padding_mask, "token_count": token_count}
     tensors["ids"], tensors["weights"] = cast_ids(ids), _cast(weights, torch.float32)
-    flat = x.reshape(-1, x.shape[-1])
-    return call(options_text("ids", **options), flat, tensors)[0].view(x.shape)
+    return call(options_text("ids", **options), x, tensors)[0]
 
 
 def rows(
@@ -221,10 +222,10 @@ def routed(
     """``moe`` with its options as text and everything optional in ``tensors``."""
     tensors["router_weight"] = router_weight
     tensors["ids"] = _cast(tensors.get("ids"), torch.int32)
-    outputs = call(options, x.reshape(-1, x.shape[-1]), tensors)
+    outputs = call(options, x, tensors)
     out, losses, ids, weights, counts = outputs[:5]
     new_counts = None if tensors.get("global_counts") is None else outputs[5]
-    return out.view(x.shape), Routing(losses[0], losses[1], ids, weights, counts, new_counts)
+    return out, Routing(losses[0], losses[1], ids, weights, counts, new_counts)
 
 
 def moe(

@@ -99,7 +99,7 @@ class Experts(_Layer):
         tensors = self._tensors()
         tensors["ids"], tensors["weights"] = cast_ids(ids), weights.to(torch.float32)
         tensors["padding_mask"] = padding_mask
-        return call(self._text, x.reshape(-1, self.hidden), tensors)[0].view(x.shape)
+        return call(self._text, x, tensors)[0]
 
     def extra_repr(self) -> str:
         named = "".join(f", {name}={value}" for name, value in self.options.items())

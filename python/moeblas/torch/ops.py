@@ -20,14 +20,18 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, ParamGrads, Params
-from ._layer import GRADS, PARAMS, ROUTING, Layer, Traits, find, traits
+from ._layer import GRADS, PARAMS, ROUTING, Layer, find
 
 Tensors = Sequence[Optional[Tensor]]
 
-_OF_TOKENS = ("logits", "ids", "weights", "padding_mask")
+_INPUT_NAMES = ROUTING + PARAMS
+_OF_TOKENS = frozenset(("logits", "ids", "weights", "padding_mask"))
+_COUNTS = _INPUT_NAMES.index("global_counts")
+# Inputs that are fields of the argument structs; the others are parameters. global_counts is an output as well.
+_FIELDS = {name: name for name in ROUTING} | {"ids": "given_ids", "weights": "given_weights"}
 _REPORTS = ("losses", "topk_ids", "topk_weights", "counts")
 # What backward reads of forward's inputs.
-_KEPT = tuple(name for name in ROUTING + PARAMS if name not in ("ids", "global_counts"))
+_KEPT = tuple(name for name in _INPUT_NAMES if name not in ("ids", "global_counts"))
 
 
 def _arguments(names: Sequence[str]) -> str:
@@ -40,7 +44,7 @@ def _results(names: Sequence[str]) -> str:
     return ", ".join(f"Tensor({chr(98 + i)}!)? {name}=None" for i, name in enumerate(names))
 
 
-_INPUTS = _arguments(ROUTING + PARAMS)
+_INPUTS = _arguments(_INPUT_NAMES)
 _COUNTED = _INPUTS.replace("Tensor? global_counts", "Tensor(z!)? global_counts")
 _BACK = f"Tensor dout, Tensor? dlosses, Tensor x, {_arguments(_KEPT)}, Tensor saved, str options"
 _OUTS = "Tensor(a!) out, " + _results(_REPORTS)
@@ -62,84 +66,86 @@ for _schema in _SCHEMAS:
 
 def _ready(tensor: Tensor) -> Tensor:
     """The tensor as the library reads it: contiguous and aligned to 16 bytes."""
-    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+    if tensor.is_contiguous() and not tensor.data_ptr() & 15:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _given(x: Tensor, tensors: Tensors) -> dict[str, Tensor]:
-    """The inputs that are there, by name and ready. The number of tokens is no part of a layer's key: checked here."""
-    given = {}
-    for name, tensor in zip(ROUTING + PARAMS, tensors):
-        if tensor is None:
-            continue
-        if name in _OF_TOKENS and tensor.shape[0] != x.shape[0]:
-            raise ArgumentError(
-                f"moeblas.torch: {name} has {tensor.shape[0]} rows, wanted {x.shape[0]} as x"
-            )
-        given[name] = _ready(tensor)
-    return given
+class _Inputs:
+    """The inputs of one call: the key of their layer, their addresses by field, and what keeps them alive."""
+
+    __slots__ = ("_held", "fields", "key", "params", "x")
+
+    def __init__(self, x: Tensor, tensors: Tensors) -> None:
+        tokens = _tokens(x)
+        self.x = _ready(x)
+        self.fields: dict[str, int] = {"tokens": tokens, "x": self.x.data_ptr()}
+        params, held, key = {}, [], []
+        for name, tensor in zip(_INPUT_NAMES, tensors):
+            if tensor is None:
+                continue
+            shape = tensor.shape
+            if name in _OF_TOKENS:
+                _check_rows(name, shape, tokens)
+                shape = shape[1:]
+            key.append((name, shape, tensor.dtype, tensor.get_device()))
+            tensor = _ready(tensor)
+            held.append(tensor)
+            if name in _FIELDS:
+                self.fields[_FIELDS[name]] = tensor.data_ptr()
+            else:
+                params[name] = tensor.data_ptr()
+        self.key, self._held, self.params = tuple(key), held, Params(**params)
+
+    def layer(self, options: str, grad_dtype: torch.dtype | None = None) -> Layer:
+        """The cached layer of these tensors, all of them checked."""
+        x = self.x
+        device = x.get_device()
+        units = torch.get_num_threads() if device < 0 else 0
+        return find(options, x.shape[1], x.dtype, device, units, grad_dtype, self.key)
+
+    def run(self, call: Callable, layer: Layer, *structs: object) -> None:
+        """One call of the library, on the current stream; the current device stays what it is."""
+        fields, x = self.fields, self.x
+        workspace = x.new_empty(layer.workspace(x.shape[0]), dtype=torch.uint8)
+        fields["workspace"], fields["workspace_bytes"] = workspace.data_ptr(), workspace.numel()
+        device = x.get_device()
+        if device < 0:
+            call(self.params, *structs, **fields)
+            return
+        stream = torch.cuda.current_stream(device).cuda_stream
+        if device == torch.cuda.current_device():
+            call(self.params, *structs, stream, **fields)
+        else:
+            with torch.cuda.device(device):
+                call(self.params, *structs, stream, **fields)
 
 
-def _check_width(x: Tensor) -> None:
+def _tokens(x: Tensor) -> int:
     if x.dim() != 2:
         raise ArgumentError(
             f"moeblas.torch: x has {x.dim()} dimensions, wanted 2: [tokens, hidden]"
         )
+    return x.shape[0]
 
 
-def _layer(
-    x: Tensor, options: str, tensors: Tensors, grad_dtype: torch.dtype | None = None
-) -> Layer:
-    """The cached layer of these tensors (in the order of ROUTING + PARAMS), all of it checked."""
-    _check_width(x)
-    device = x.get_device()
-    units = torch.get_num_threads() if device < 0 else 0
-    key = [traits(tensor, name in _OF_TOKENS) for name, tensor in zip(ROUTING + PARAMS, tensors)]
-    return find(options, x.shape[1], x.dtype, device, units, grad_dtype, tuple(key))
+def _check_rows(name: str, shape: Sequence[int], tokens: int) -> None:
+    """The number of tokens is no part of a layer's key."""
+    if len(shape) == 0 or shape[0] != tokens:
+        raise ArgumentError(
+            f"moeblas.torch: {name} has shape {list(shape)}, wanted {tokens} rows as x"
+        )
 
 
 def _fake_layer(x: Tensor, options: str, tensors: Tensors) -> Layer:
-    """``_layer`` while tracing: sizes become numbers, and the plan is the CPU's, so that no device is touched."""
-    _check_width(x)
-    key = [traits(tensor, name in _OF_TOKENS) for name, tensor in zip(ROUTING + PARAMS, tensors)]
-    key = [
-        found and Traits(tuple(int(size) for size in found.shape), found.dtype, -1) for found in key
-    ]
+    """The layer while tracing: sizes become numbers, and no device is touched."""
+    _tokens(x)
+    key = []
+    for name, tensor in zip(_INPUT_NAMES, tensors):
+        if tensor is not None:
+            shape = tensor.shape[1:] if name in _OF_TOKENS else tensor.shape
+            key.append((name, tuple(int(size) for size in shape), tensor.dtype, -1))
     return find(options, int(x.shape[1]), x.dtype, -1, 0, None, tuple(key))
-
-
-def _run(call: Callable, device: int, structs: tuple, fields: dict[str, int | float]) -> None:
-    """One call of the library, on the current stream of the device; the current device stays what it is."""
-    if device < 0:
-        call(*structs, **fields)
-        return
-    stream = torch.cuda.current_stream(device).cuda_stream
-    if device == torch.cuda.current_device():
-        call(*structs, stream, **fields)
-    else:
-        with torch.cuda.device(device):
-            call(*structs, stream, **fields)
-
-
-def _fields(
-    layer: Layer, x: Tensor, given: dict[str, Tensor], saved: Tensor | None
-) -> dict[str, int]:
-    """The fields that both argument structs have, but the workspace."""
-    fields = {"tokens": x.shape[0], "x": x.data_ptr()}
-    for name in ("logits", "row_offset", "padding_mask", "token_count"):
-        if name in given:
-            fields[name] = given[name].data_ptr()
-    if "weights" in given:
-        fields["given_weights"] = given["weights"].data_ptr()
-    if saved is not None:
-        fields["saved"] = saved.data_ptr()
-        fields["saved_bytes"] = saved.numel()
-    return fields
-
-
-def _params(given: dict[str, Tensor]) -> Params:
-    return Params(**{name: given[name].data_ptr() for name in PARAMS if name in given})
 
 
 def _check_output(
@@ -157,36 +163,31 @@ def _check_output(
 # ---- forward
 
 
-def _run_forward(
-    layer: Layer, x: Tensor, given: dict[str, Tensor], outputs: dict[str, Tensor]
-) -> None:
+def _run_forward(layer: Layer, inputs: _Inputs, outputs: dict[str, Tensor]) -> None:
     """Runs moe_forward; ``outputs`` are named as in moe_forward_args."""
-    workspace = x.new_empty(layer.workspace(x.shape[0]), dtype=torch.uint8)
-    fields = _fields(layer, x, given, outputs.get("saved"))
-    if "ids" in given:
-        fields["given_ids"] = given["ids"].data_ptr()
     for name, tensor in outputs.items():
-        fields[name] = tensor.data_ptr()
-    fields["workspace"], fields["workspace_bytes"] = workspace.data_ptr(), workspace.numel()
-    _run(layer.plan.forward, x.get_device(), (_params(given),), fields)
+        inputs.fields[name] = tensor.data_ptr()
+    if "saved" in outputs:
+        inputs.fields["saved_bytes"] = outputs["saved"].numel()
+    inputs.run(layer.plan.forward, layer)
 
 
-def _shapes(layer: Layer, x: Tensor) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-    """What forward writes, in the op's order; the number of tokens may be symbolic."""
-    tokens = x.shape[0]
-    shapes = {"out": (x.shape, x.dtype)}
-    if layer.routed:
-        shapes["losses"] = ((2,), torch.float32)
-        shapes["topk_ids"] = ((tokens, layer.topk), torch.int32)
-        shapes["topk_weights"] = ((tokens, layer.topk), torch.float32)
-        shapes["counts"] = ((layer.experts,), torch.int32)
-    return shapes
+def _reports(layer: Layer, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and types of what a router reports, in the op's order; the number of tokens may be symbolic."""
+    if not layer.routed:
+        return {}
+    return {
+        "losses": ((2,), torch.float32),
+        "topk_ids": ((tokens, layer.topk), torch.int32),
+        "topk_weights": ((tokens, layer.topk), torch.float32),
+        "counts": ((layer.experts,), torch.int32),
+    }
 
 
 def _empty_outputs(layer: Layer, x: Tensor, counts: Tensor | None, save: bool) -> dict[str, Tensor]:
-    outputs = {
-        name: x.new_empty(shape, dtype=dtype) for name, (shape, dtype) in _shapes(layer, x).items()
-    }
+    outputs = {"out": x.new_empty(x.shape)}
+    for name, (shape, dtype) in _reports(layer, x.shape[0]).items():
+        outputs[name] = x.new_empty(shape, dtype=dtype)
     if counts is not None:
         outputs["global_counts"] = counts
     if save:
@@ -196,81 +197,54 @@ def _empty_outputs(layer: Layer, x: Tensor, counts: Tensor | None, save: bool) -
 
 def _forward(x: Tensor, *rest: object) -> list[Tensor]:
     *tensors, options, save = rest
-    layer = _layer(x, options, tensors)
-    x, given = _ready(x), _given(x, tensors)
-    counts = given.get("global_counts")
-    outputs = _empty_outputs(layer, x, counts if counts is None else counts.clone(), save)
-    _run_forward(layer, x, given, outputs)
+    inputs = _Inputs(x, tensors)
+    layer = inputs.layer(options)
+    counts = tensors[_COUNTS]
+    outputs = _empty_outputs(layer, x, counts if counts is None else _copy(counts), save)
+    _run_forward(layer, inputs, outputs)
     return list(outputs.values())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _forward_fake(x: Tensor, *rest: object) -> list[Tensor]:
     *tensors, options, save = rest
-    counts = tensors[ROUTING.index("global_counts")]
-    counts = counts if counts is None else torch.empty_like(counts)
+    counts = tensors[_COUNTS]
+    if counts is not None:
+        counts = torch.empty_like(counts, memory_format=torch.contiguous_format)
     return list(_empty_outputs(_fake_layer(x, options, tensors), x, counts, save).values())
 
 
 def _forward_out(x: Tensor, *rest: object, **outputs: Tensor | None) -> None:
     *tensors, options = rest
-    layer = _layer(x, options, tensors)
+    inputs = _Inputs(x, tensors)
+    layer = inputs.layer(options)
     written = {name: tensor for name, tensor in outputs.items() if tensor is not None}
-    shapes = _shapes(layer, x)
+    shapes = {"out": (x.shape, x.dtype), **_reports(layer, x.shape[0])}
     for name, tensor in written.items():
         if name not in shapes:
             raise ArgumentError(f"moeblas.torch: {name} is given, wanted None without a router")
         _check_output(name, tensor, shapes[name][0], (shapes[name][1],), x)
-    counts = tensors[ROUTING.index("global_counts")]
+    counts = tensors[_COUNTS]
     if counts is not None:
         _check_output("global_counts", counts, counts.shape, (torch.int64,), x)
         written["global_counts"] = counts
-    x, given = _ready(x), _given(x, tensors)
-    _run_forward(layer, x, given, written)
+    _run_forward(layer, inputs, written)
 
 
 # ---- backward
-
-# Fields of moe_backward_args whose names are not d + the input's.
-_FIELDS = {"weights": "dtopk_weights"}
 
 
 def _spread(kept: Tensors) -> list[Tensor | None]:
     """The inputs that backward reads, in the order of ROUTING + PARAMS."""
     by_name = dict(zip(_KEPT, kept))
-    return [by_name.get(name) for name in ROUTING + PARAMS]
+    return [by_name.get(name) for name in _INPUT_NAMES]
 
 
-def _run_backward(
-    layer: Layer,
-    dout: Tensor,
-    dlosses: Tensor | None,
-    x: Tensor,
-    given: dict[str, Tensor],
-    saved: Tensor,
-    grads: dict[str, Tensor],
-    accumulate: bool,
-) -> None:
-    """Runs moe_backward; ``grads`` are named as the inputs they belong to."""
-    workspace = x.new_empty(layer.workspace(x.shape[0]), dtype=torch.uint8)
-    fields = _fields(layer, x, given, saved)
-    fields["workspace"], fields["workspace_bytes"] = workspace.data_ptr(), workspace.numel()
-    fields["accumulate"] = int(accumulate)
-    fields["dout"] = dout.data_ptr()
-    if dlosses is None or not layer.has_losses:
-        fields["skip_losses"] = 1
-    else:
-        fields["dlosses"] = dlosses.data_ptr()
-    addresses = {name: tensor.data_ptr() for name, tensor in grads.items()}
-    for name in GRADS[:3]:
-        if name in addresses:
-            fields[_FIELDS.get(name, "d" + name)] = addresses.pop(name)
-    _run(layer.plan.backward, x.get_device(), (_params(given), ParamGrads(**addresses)), fields)
-
-
-def _start_backward(
-    dout: Tensor, dlosses: Tensor | None, x: Tensor, tensors: Tensors, saved: Tensor
-):
-    """dout, dlosses, x and the inputs, checked and ready; `saved` must be what forward left."""
+def _check_saved(dout: Tensor, x: Tensor, saved: Tensor) -> None:
+    """dout must be like the output, `saved` what forward left (of which the library checks the size)."""
     if dout.shape != x.shape or dout.dtype != x.dtype or dout.device != x.device:
         raise ArgumentError(
             f"moeblas.torch: dout is {list(dout.shape)} {dout.dtype} on {dout.device}, wanted"
@@ -278,15 +252,38 @@ def _start_backward(
         )
     if saved.dtype != torch.uint8 or saved.device != x.device or _ready(saved) is not saved:
         raise ArgumentError("moeblas.torch: saved is not what forward returned with save = True")
-    if dlosses is not None:
+
+
+def _run_backward(
+    layer: Layer,
+    inputs: _Inputs,
+    given: tuple[Tensor, Tensor | None, Tensor],
+    grads: dict[str, Tensor],
+    accumulate: bool,
+) -> None:
+    """Runs moe_backward on (dout, dlosses, saved); ``grads`` are named as the inputs they belong to."""
+    dout, dlosses, saved = given
+    fields, x = inputs.fields, inputs.x
+    _check_saved(dout, x, saved)
+    dout = _ready(dout)
+    fields["dout"], fields["accumulate"] = dout.data_ptr(), int(accumulate)
+    fields["saved"], fields["saved_bytes"] = saved.data_ptr(), saved.numel()
+    if dlosses is None or not layer.has_losses:
+        fields["skip_losses"] = 1
+    else:
         dlosses = _ready(dlosses)
         _check_output("dlosses", dlosses, (2,), (torch.float32,), x)
-    return _ready(dout), dlosses, _ready(x), _given(x, tensors)
+        fields["dlosses"] = dlosses.data_ptr()
+    addresses = {name: tensor.data_ptr() for name, tensor in grads.items()}
+    for name, field in (("x", "dx"), ("logits", "dlogits"), ("weights", "dtopk_weights")):
+        if name in addresses:
+            fields[field] = addresses.pop(name)
+    inputs.run(layer.plan.backward, layer, ParamGrads(**addresses))
 
 
 def _empty_grads(x: Tensor, tensors: Tensors, wanted: Sequence[bool]) -> dict[str, Tensor]:
     """One tensor for each gradient wanted, like its input."""
-    by_name = {"x": x, **dict(zip(ROUTING + PARAMS, tensors))}
+    by_name = {"x": x, **dict(zip(_INPUT_NAMES, tensors))}
     grads = {}
     for name, want in zip(GRADS, wanted):
         if want and by_name[name] is None:
@@ -300,15 +297,14 @@ def _empty_grads(x: Tensor, tensors: Tensors, wanted: Sequence[bool]) -> dict[st
 def _backward(dout: Tensor, dlosses: Tensor | None, x: Tensor, *rest: object) -> list[Tensor]:
     *kept, saved, options, wanted = rest
     tensors = _spread(kept)
-    layer = _layer(x, options, tensors)
+    inputs = _Inputs(x, tensors)
+    layer = inputs.layer(options)
     grads = _empty_grads(x, tensors, wanted)
-    dout, dlosses, x, given = _start_backward(dout, dlosses, x, tensors, saved)
-    router = grads.get("router_weight")
-    written = dict(grads)
-    if router is not None and router.dtype != x.dtype:
-        written["router_weight"] = router.new_empty(router.shape, dtype=x.dtype)
-    _run_backward(layer, dout, dlosses, x, given, saved, written, False)
-    if router is not None and router.dtype != x.dtype:
+    written, router = grads, grads.get("router_weight")
+    if router is not None and router.dtype != x.dtype:  # the library writes it as the others
+        written = {**grads, "router_weight": router.new_empty(router.shape, dtype=x.dtype)}
+    _run_backward(layer, inputs, (dout, dlosses, saved), written, False)
+    if written is not grads:
         router.copy_(written["router_weight"])
     return list(grads.values())
 
@@ -318,35 +314,34 @@ def _backward_fake(dout: Tensor, dlosses: Tensor | None, x: Tensor, *rest: objec
     return list(_empty_grads(x, _spread(kept), wanted).values())
 
 
-def _backward_out(
-    dout: Tensor, dlosses: Tensor | None, x: Tensor, *rest: object, **outputs: Tensor | None
-):
-    *kept, saved, options, accumulate = rest
-    tensors = _spread(kept)
-    by_name = {"x": x, **dict(zip(ROUTING + PARAMS, tensors))}
-    written = {name[1:]: tensor for name, tensor in outputs.items() if tensor is not None}
-    types = {
-        tensor.dtype for name, tensor in written.items() if name in PARAMS and name != "router_bias"
-    }
-    if len(types) > 1:
-        raise ArgumentError(
-            f"moeblas.torch: gradients of types {types}, wanted all float32 or all as x"
-        )
+def _check_grads(x: Tensor, tensors: Tensors, written: dict[str, Tensor]) -> torch.dtype | None:
+    """Gradients of the caller against their inputs; returns the one type that those of parameters have."""
+    by_name = {"x": x, **dict(zip(_INPUT_NAMES, tensors))}
+    types = set()
     for name, tensor in written.items():
         like = by_name[name]
         if like is None:
             raise ArgumentError(f"moeblas.torch: d{name} is given, wanted None without {name}")
-        of_params = name in PARAMS and name != "router_bias"
-        _check_output(
-            "d" + name,
-            tensor,
-            like.shape,
-            (x.dtype, torch.float32) if of_params else (like.dtype,),
-            x,
+        free = name in PARAMS and name != "router_bias"
+        wanted = (x.dtype, torch.float32) if free else (like.dtype,)
+        _check_output("d" + name, tensor, like.shape, wanted, x)
+        types |= {tensor.dtype} if free else set()
+    if len(types) > 1:
+        raise ArgumentError(
+            f"moeblas.torch: gradients are {sorted(map(str, types))}, wanted all float32 or all as x"
         )
-    layer = _layer(x, options, tensors, types.pop() if types else None)
-    dout, dlosses, x, given = _start_backward(dout, dlosses, x, tensors, saved)
-    _run_backward(layer, dout, dlosses, x, given, saved, written, accumulate)
+    return types.pop() if types else None
+
+
+def _backward_out(
+    dout: Tensor, dlosses: Tensor | None, x: Tensor, *rest: object, **outputs: Tensor | None
+) -> None:
+    *kept, saved, options, accumulate = rest
+    tensors = _spread(kept)
+    written = {name[1:]: tensor for name, tensor in outputs.items() if tensor is not None}
+    inputs = _Inputs(x, tensors)
+    layer = inputs.layer(options, _check_grads(x, tensors, written))
+    _run_backward(layer, inputs, (dout, dlosses, saved), written, accumulate)
 
 
 def _nothing(*_args: object, **_kwargs: object) -> None:
@@ -355,20 +350,20 @@ def _nothing(*_args: object, **_kwargs: object) -> None:
 
 # ---- autograd
 
-_TENSORS = 1 + len(ROUTING) + len(PARAMS)
-_NAMES = ("x", *ROUTING, *PARAMS)
+_NAMES = ("x", *_INPUT_NAMES)
+_KEPT_AT = [_NAMES.index(name) for name in ("x", *_KEPT)]
+_GRADS_AT = [_NAMES.index(name) for name in GRADS]
 
 
 class _Forward(torch.autograd.Function):
-    """Not torch.library.register_autograd: that reads the schema at every call, 5 us for each argument of it."""
+    """Not torch.library.register_autograd: that reads the schema at each call, 5 us an argument."""
 
     @staticmethod
     def forward(ctx, options: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             outputs = torch.ops.moeblas.forward.default(*tensors, options, True)
         ctx.options = options
-        by_name = dict(zip(_NAMES, tensors))
-        ctx.save_for_backward(by_name["x"], *(by_name[name] for name in _KEPT), outputs[-1])
+        ctx.save_for_backward(*[tensors[i] for i in _KEPT_AT], outputs[-1])
         ctx.mark_non_differentiable(*outputs[2:])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -381,17 +376,18 @@ class _Forward(torch.autograd.Function):
                 " differentiated once"
             )
         x, *kept, saved = ctx.saved_tensors
-        needed = dict(zip(_NAMES, ctx.needs_input_grad[1:]))
-        wanted = [needed[name] for name in GRADS]
+        needed = ctx.needs_input_grad[1:]
+        wanted = [needed[i] for i in _GRADS_AT]
         if dout is None:
             dout = x.new_zeros(x.shape)
         dlosses = others[0] if len(others) > 1 else None
-        grads = torch.ops.moeblas.backward.default(
+        found = torch.ops.moeblas.backward.default(
             dout, dlosses, x, *kept, saved, ctx.options, wanted
         )
-        found = iter(grads)
-        by_name = {name: next(found) for name, want in zip(GRADS, wanted) if want}
-        return None, *(by_name.get(name) for name in _NAMES)
+        grads: list[Tensor | None] = [None] * (1 + len(_NAMES))
+        for i, grad in zip([i for i, want in zip(_GRADS_AT, wanted) if want], found):
+            grads[1 + i] = grad
+        return tuple(grads)
 
 
 def _forward_autograd(*arguments: object) -> list[Tensor]:
