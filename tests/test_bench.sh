@@ -42,6 +42,9 @@ says out '"ceiling_gflops_after"'
 bench 0 "$problem"
 says out 'fwd moeblas-graph  not run: graph_begin'
 
+bench 0 --csv --unfused "$problem bwd"
+for op in 'up plain' 'up rows' 'dact plain' 'dw1 += fp32'; do lines 1 ",$op,[0-9]"; done
+
 # a problem that is refused ends a JSON document all the same
 bench 2 --json "$problem layout=interleaved:7"
 verdict "JSON of a refused problem" python3 -m json.tool "$scratch/out" /dev/null

@@ -169,6 +169,8 @@ int cmd_bench(int argc, char **argv) {
       {"--repeat", "N", "timed calls at most (20)", OPTION_INTEGER, &bench.repeat, LEAST_REPEATS,
        MOST_REPEATS},
       {"--seconds", "S", "end after S seconds and 3 calls (2)", OPTION_REAL, &bench.seconds, 0, 3600},
+      {"--unfused", NULL, "each product also without what is fused into it", OPTION_FLAG, &bench.unfused, 0,
+       0},
       {"--sweep", "t=A..B", "the layer alone, at A to B tokens; fails where more tokens take less time",
        OPTION_TEXT, &bench.sweep, 0, 0},
       {"--targets", "FILE", "CSV of what peers measured: prints where we lose first", OPTION_TEXT,

@@ -34,7 +34,7 @@ struct bench {
   int64_t threads, repeat;
   int64_t sweep_from, sweep_to; /* 0: each problem has its own tokens */
   double seconds;
-  bool csv, json;
+  bool csv, json, unfused;
   bool apart; /* a device: calls return before their work is done, caches are swept */
   moe_context *ctx;
   moe_stream side;   /* for graphs; NULL on the CPU */
