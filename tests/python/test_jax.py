@@ -135,6 +135,16 @@ def test_frozen_arrays_cost_nothing(device):
     assert_same(gradient(problem.arrays["x"]), jax.grad(loss)(problem.arrays)["x"])
 
 
+def test_two_calls_and_no_branch(device):
+    """The choice of the platform is made when XLA compiles: a branch would wait for the device."""
+    problem = Problem()
+    gradient = jax.jit(jax.grad(problem.loss(moe_jax.experts)))
+    program = gradient.lower(problem.arrays).compile().as_text()
+    for name in ("moeblas_forward", "moeblas_backward"):
+        assert program.count(f'custom_call_target="{name}"') == 1
+    assert " conditional(" not in program
+
+
 def test_checkpoint_and_scan(device):
     """The layer three times over, recomputed in the backward pass, against the same written out."""
     problem = Problem()
@@ -256,8 +266,8 @@ np.save(sys.argv[3], run.call(given))
 def test_exported_program_runs_in_another_process(tmp_path):
     """The program carries the configuration, not an address of the process that made it."""
     pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers")
-    problem = Problem()
     with jax.default_device(CPU):
+        problem = Problem()
         program = jax.jit(problem.call(moe_jax.experts))
         checks = [jax.export.DisabledSafetyCheck.custom_call("moeblas_forward")]
         exported = jax.export.export(program, platforms=["cpu"], disabled_checks=checks)(
@@ -297,7 +307,8 @@ def test_data_parallel():
     """Each device has its tokens; the gradients of the weights are summed over the devices."""
     devices = jax.devices("cpu")[:2]
     assert len(devices) == 2
-    problem = Problem(tokens=32)
+    with jax.default_device(CPU):
+        problem = Problem(tokens=32)
     mesh, part = jax.sharding.Mesh(np.array(devices), ("data",)), jax.sharding.PartitionSpec("data")
     arrays = {**problem.arrays, "ids": problem.ids}
     specs = {

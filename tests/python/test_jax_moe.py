@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -217,6 +219,14 @@ def test_no_tokens(device):
     value, grads = jax.value_and_grad(loss)(arrays)
     assert value == 0
     assert not any(np.asarray(grad).any() for grad in grads.values())
+
+
+def test_example(device, capsys):
+    """examples/jax_layer.py learns."""
+    code = (Path(__file__).resolve().parents[2] / "examples/jax_layer.py").read_text()
+    exec(compile(code, "jax_layer.py", "exec"), {"__name__": "example"})
+    losses = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 5 and losses[-1] < losses[0] / 5
 
 
 REFUSALS = {
