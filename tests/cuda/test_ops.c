@@ -8,7 +8,7 @@
 static moe_router_desc any_router(int64_t experts, int64_t topk, uint64_t *seed) {
   moe_router_desc router = {.score = (moe_score)PICK(seed, 0, 1, 2, 3), .renormalize = chance(seed, 50)};
   router.scale = chance(seed, 30) ? 2.5f : 0;
-  router.renorm_epsilon = chance(seed, 30) ? 0.25f : 0;
+  router.renorm_epsilon = router.renormalize && chance(seed, 30) ? 0.25f : 0;
   const int64_t groups = PICK(seed, 1, 2, 4, 8);
   if (experts % groups != 0 || groups < 2) return router;
   router.groups = groups;
