@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Mixture-of-Experts layer in JAX: router, experts, balancing loss; it learns a random mapping."""
+"""A Mixture-of-Experts layer in JAX: router, experts, balancing loss. Learns a random mapping."""
 
 import jax
 import jax.numpy as jnp
