@@ -19,23 +19,22 @@ add() { # name command...
   return 0
 }
 
-add_python() { # test file: a job, unless what it is about cannot be imported; then it says so
-  local name module reason
+add_python() { # test file: a job, unless a module that its importorskip lines name is absent; then it says so
+  local name modules absent
   name=python_$(basename "${1#*test_}" .py)
-  case $name in
-  python_jax*) module=jax ;;
-  python_torch*) module=torch ;;
-  python_hf*) module=transformers ;;
-  python_plot) module=matplotlib ;;
-  *) module=numpy ;;
-  esac
   [[ $name == *"$only"* ]] || return 0
-  if reason=$("$BUILD/venv/bin/python" -c "import $module" 2>&1); then
+  modules=$(sed -nE 's/^(\w+ = )?pytest\.importorskip\("(\w+)".*/\2/p' "$1")
+  # shellcheck disable=SC2086 # modules is words
+  if absent=$("$BUILD/venv/bin/python" -c "$find_absent" pytest numpy $modules); then
     add "$name" "$BUILD/venv/bin/python" -m pytest -q -p no:cacheprovider "$1"
   else
-    echo "$name is skipped: no $module in $BUILD/venv (${reason##*$'\n'}); make test-python installs it"
+    echo "$name is skipped: $BUILD/venv has no $absent; make test-python installs everything"
   fi
 }
+find_absent='import sys, importlib.util as util
+absent = [name for name in sys.argv[1:] if not util.find_spec(name)]
+print(*absent, sep=", ")
+sys.exit(bool(absent))'
 
 for part in ${*:-unit problems scripts gates python}; do
   case $part in
