@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values and gradients of moeblas.torch against the same layer in fp64 (torch_layer.py).
 
-torch.autograd.gradcheck wants fp64, which the kernels do not have: its place is taken by the comparison with fp64
-autograd, and by central differences of the fp32 layer itself along random directions.
+torch.autograd.gradcheck wants fp64, which the kernels do not have: its place is taken by the
+comparison with fp64 autograd, and by central differences of the fp32 layer itself along random
+directions.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def make_inputs(case, dtype, device, routed):
     draw.generator = torch.Generator().manual_seed(17)
     options, parts = split(case)
     if dtype != torch.float32 and "gate_max" in options:
-        # Rounding moves values across the step in the slope of a clamp: put it where there are next to none.
+        # Rounding moves values across the step in the slope of a clamp: put it where there are next
+        # to none.
         options |= {"gate_max": 7.0, "up_min": -7.0, "up_max": 7.0}
     module = mt.MoE(HIDDEN, INTER, COUNT, TOPK, **parts, **options)
     made = {}

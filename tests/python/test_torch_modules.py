@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules, and the layer inside torch's own machinery: compile, checkpointing, autocast, FSDP2, CUDA graphs."""
+"""The modules, and the layer in torch's machinery: compile, checkpoint, autocast, FSDP2, graphs."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_compile_dynamic_from_the_start(device):
 
 @pytest.mark.parametrize("device", plain.DEVICES)
 def test_compile_by_inductor(device):
-    """The default back end runs the operators; nothing around them, as its C++ compiler takes a minute."""
+    """The default back end runs the operators alone: for more its C++ compiler takes a minute."""
     torch._dynamo.reset()
     module = make_moe(device)
     p = [module.w1, module.w2]

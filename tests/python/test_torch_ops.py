@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators torch.ops.moeblas.*: registration (opcheck), memory, out variants, and what they refuse."""
+"""The operators torch.ops.moeblas.*: opcheck, memory, out variants, and what they refuse."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_no_tokens(device):
 
 
 def test_saved_is_enough():
-    """The line that sizes the buffer for backward lies above what the plan asks for, not far above."""
+    """The line that sizes the buffer for backward lies above what the plan asks for, not far."""
     for topk in (1, 3):
         for options in ({}, {"recompute": True}, {"balance": "sequence", "sequence_tokens": 7}):
             text = options_text("hidden", topk=topk, **options)

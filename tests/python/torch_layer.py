@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer once more in plain PyTorch, for any type, differentiated by autograd; and how its results are compared.
+"""The layer once more in plain PyTorch, for any type, differentiated by autograd; and how its
+results are compared.
 
-Run in fp64 it is what moeblas.torch is held to. It follows the formulas of moeblas.h with one matrix product an expert
-and shares no code with the package. Capacity is given as the set of slots that are kept.
+Run in fp64 it is what moeblas.torch is held to. It follows the formulas of moeblas.h with one
+matrix product an expert and shares no code with the package. Capacity is given as the set of slots
+that are kept.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from torch.nn import functional
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-# Worst share of a tensor that documented roundings can move: fp32 see docs/numerics.md; in the short types a result passes
-# at most 4 of them forward and 6 backward (h, a, y, out; dh, p a, rows, dx), each of half a unit in the last place.
+# Worst share of a tensor that documented roundings can move: fp32 see docs/numerics.md; in the
+# short types a result passes at most 4 of them forward and 6 backward (h, a, y, out; dh, p a, rows,
+# dx), each of half a unit in the last place.
 FORWARD = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-9, torch.float16: 4 * 2**-12}
 BACKWARD = {torch.float32: 2e-5, torch.bfloat16: 6 * 2**-9, torch.float16: 6 * 2**-12}
 
@@ -107,7 +110,7 @@ def weigh(z, ids, options):
 
 
 def balance_loss(z, ids, options, before=None):
-    """coeff E sum_e f_e P_e over these tokens; ``before`` are the counts of earlier calls (global)."""
+    """coeff E sum_e f_e P_e of these tokens; ``before``: the counts of earlier calls (global)."""
     count = z.shape[1]
     chosen = torch.bincount(ids.flatten(), minlength=count).to(z.dtype)
     tokens = len(z)
@@ -159,7 +162,7 @@ def moe(x, p, topk, options, mask=None, before=None, ids=None):
 
 
 def assert_close(found, wanted, limit, what=""):
-    """The whole tensor within ``limit`` of its norm, and each row within 8 limits of at least a typical one."""
+    """The tensor within ``limit`` of its norm, each row within 8 of its own or the typical one."""
     found, wanted = found.detach().double(), wanted.detach().double()
     assert found.shape == wanted.shape, what
     assert torch.isfinite(found).all(), what

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""moeblas in PyTorch: the layer as functions, as modules, and as operators ``torch.ops.moeblas.*``."""
+"""moeblas in PyTorch: the layer as functions, modules and operators ``torch.ops.moeblas.*``."""
 
 from .functional import ExpertOptions, RouterOptions, Routing, experts, moe, rows
 from .modules import Experts, MoE

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From tensors to a plan: which layer the shapes describe, checked once for each set of shapes.
 
-Everything that a call shares with the calls before it is in one cached ``Layer``: the plan, its sizes, and the fact that
-all tensors fit together. A call then only builds the key (options, shapes, types, devices) and takes addresses.
-Invariant: no address reaches the library unless shape, type and device of its tensor are part of a checked key.
+Everything that a call shares with the calls before it is in one cached ``Layer``: the plan, its
+sizes, and the fact that all tensors fit together. A call then only builds the key (options, shapes,
+types, devices) and takes addresses.
+Invariant: no address reaches the library unless shape, type and device of its tensor are part of a
+checked key.
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ PARAMS = (
 # What backward can give, in the order of its `wanted`.
 GRADS = ("x", "logits", "weights", *(name for name in PARAMS if name != "correction_bias"))
 
-# Shapes in letters: T tokens, H hidden, E experts, K topk, F inter, D = L or H, S shared_inter, L latent; F2 and S2 are
-# twice F and S when gated. Those in _TURNED have their last two letters swapped when transposed.
+# Shapes in letters: T tokens, H hidden, E experts, K topk, F inter, D = L or H, S shared_inter, L
+# latent; F2 and S2 are twice F and S when gated. Those in _TURNED have their last two letters
+# swapped when transposed.
 _SHAPES = {
     "logits": "T E",
     "ids": "T K",
@@ -115,15 +118,15 @@ class Layer:
         self.saved_rate, self.saved_fixed = _saved_bound(sizes)
 
     def saved_bytes(self, tokens: int) -> int:
-        """Bytes for backward: at least what the plan wants, and linear so that a symbolic token count will do."""
+        """Bytes for backward: no less than the plan wants; linear, for symbolic token counts."""
         return self.saved_rate * tokens + self.saved_fixed
 
 
 def _saved_bound(plan: Plan) -> tuple[int, int]:
     """Rate and constant of a line above ``plan.saved``.
 
-    That is a sum of arrays, each linear in the tokens, but for rounding up to 256 bytes (fewer than 16 arrays) and to a
-    whole sequence in the router's slopes (no more than one token's call holds).
+    That is a sum of arrays, each linear in the tokens, but for rounding up to 256 bytes (fewer than
+    16 arrays) and to a whole sequence in the router's slopes (no more than one token's call holds).
     """
     far = 1 << 20
     rate = -(-(plan.saved(2 * far) - plan.saved(far)) // far)
@@ -137,7 +140,8 @@ def _dims(options: dict, width: int, given: dict[str, Traits]) -> dict[str, int]
     for name, rank in (("w1", 3), ("w2", 3), ("shared_w2", 2), ("latent_down", 2)):
         if name in given and len(given[name].shape) != rank:
             raise ArgumentError(
-                f"moeblas.torch: {name} has shape {list(given[name].shape)}, wanted {rank} dimensions"
+                f"moeblas.torch: {name} has shape {list(given[name].shape)},"
+                f" wanted {rank} dimensions"
             )
     turned = bool(options.get("transposed"))
     gated = make_config(act=options.get("act", {})).act.gated
@@ -159,7 +163,8 @@ def _check(name: str, found: Traits, wanted: list[int], types: Sequence[torch.dt
     """One tensor against what the others say it should be."""
     if list(found.shape) != wanted:
         raise ArgumentError(
-            f"moeblas.torch: {name} has shape {list(found.shape)}, wanted {wanted} ({_SHAPES[name]})"
+            f"moeblas.torch: {name} has shape {list(found.shape)},"
+            f" wanted {wanted} ({_SHAPES[name]})"
         )
     if found.dtype not in types:
         names = " or ".join(str(dtype) for dtype in types)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer as functions: ``experts`` (routing given), ``rows`` (rows already sorted by expert), ``moe`` (with the router).
+"""The layer as functions: ``experts`` (routing given), ``rows`` (rows already sorted by expert),
+``moe`` (with the router).
 
-They bring tensors into the form the operators want (types, autocast, two dimensions) and options into one text. What the
-options mean is said in moeblas.h, under the same names.
+They bring tensors into the form the operators want (types, autocast, two dimensions) and options
+into one text. What the options mean is said in moeblas.h, under the same names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ._layer import PARAMS, ROUTING
 class ExpertOptions(TypedDict, total=False):
     """What one expert computes, and how. Every option may be left out."""
 
-    act: str  # "swiglu" (the default), "geglu", "reglu", ..., or ungated: "silu", "gelu", "relu2", ...
+    act: str  # "swiglu" (the default), "geglu", ...; not gated: "silu", "relu2", ...
     alpha: float
     beta: float
     gate_max: float
@@ -38,7 +39,7 @@ class ExpertOptions(TypedDict, total=False):
 
 
 class RouterOptions(TypedDict, total=False):
-    """How experts are chosen and weighed, and the losses that keep them balanced. Every option may be left out."""
+    """How experts are chosen, weighed and kept balanced. Every option may be left out."""
 
     score: str  # "softmax" (the default), "topk_softmax", "sigmoid", "sqrt_softplus"
     renormalize: bool
@@ -56,7 +57,7 @@ class RouterOptions(TypedDict, total=False):
 
 
 class Routing(NamedTuple):
-    """What ``moe`` decided. Only the losses are differentiable: add them to the loss of the model."""
+    """What ``moe`` decided. Only the losses are differentiable: add them to the model's."""
 
     balance_loss: Tensor  # scalar, fp32, coefficient included; 0 without balance
     z_loss: Tensor  # scalar, fp32, coefficient included
@@ -78,8 +79,8 @@ _KNOWN = {"act", "recompute", "topk", *_PLAIN, *_ACT, *_ROUTER}
 def options_text(entry: str, **options: str | float) -> str:
     """The options as the text that operators take, one for equal options.
 
-    ``entry`` is "hidden", "logits", "ids" or "rows". Raises TypeError for an option that does not exist; what makes no
-    sense together is refused when the layer is first used.
+    ``entry`` is "hidden", "logits", "ids" or "rows". Raises TypeError for an option that does not
+    exist; what makes no sense together is refused when the layer is first used.
     """
     return _options_text(entry, **options)
 
@@ -117,7 +118,7 @@ def cast_ids(ids: Tensor) -> Tensor:
 
 
 def _autocast(tensors: dict[str, Tensor | None], dtype: torch.dtype) -> None:
-    """Autocast's rule: parameters take its type, but the weight of the router stays in fp32 if it is."""
+    """Parameters take the type of autocast; a router in fp32 stays so."""
     for name in PARAMS:
         tensor = tensors.get(name)
         if tensor is not None and (name != "router_weight" or tensor.dtype != torch.float32):
@@ -127,8 +128,8 @@ def _autocast(tensors: dict[str, Tensor | None], dtype: torch.dtype) -> None:
 def call(options: str, x: Tensor, tensors: dict[str, Tensor | None]) -> list[Tensor]:
     """The operator ``forward`` on x [..., H] and the tensors, named as in ROUTING and PARAMS.
 
-    The biases of the router are taken in fp32. Without autocast, other parameters must have the type of x: a mistake
-    there is refused, not converted. The first output has the shape of x.
+    The biases of the router are taken in fp32. Without autocast, other parameters must have the
+    type of x: a mistake there is refused, not converted. The first output has the shape of x.
     """
     biases = [(name, tensors[name]) for name in _IN_FP32 if name in tensors]
     device = x.device.type
@@ -168,7 +169,8 @@ def experts(
         x: [..., H] in fp32, bf16 or fp16; T is the product of the leading sizes.
         ids: [T, K] int32, or int64 (converted). An id outside [0, E) contributes exactly zero.
         weights: [T, K], any floating type; used in fp32.
-        w1: [E, F2, H] as x, with F2 = 2F when the activation is gated, else F; [E, H, F2] if ``transposed``.
+        w1: [E, F2, H] as x, with F2 = 2F when the activation is gated, else F; [E, H, F2] if
+            ``transposed``.
         w2: [E, H, F] as x; [E, F, H] if ``transposed``.
         b1, b2: [E, F2] and [E, H] as x, or None.
         padding_mask: [T] bool; True: the token takes no part.
@@ -176,7 +178,8 @@ def experts(
         options: see ``ExpertOptions``.
 
     Returns:
-        [..., H], the type of x (of autocast where that is on). Differentiable in x, weights, w1, w2, b1, b2.
+        [..., H], the type of x (of autocast where that is on). Differentiable in x, weights, w1,
+        w2, b1, b2.
 
     Raises:
         moeblas.ArgumentError: shapes, types or options that do not fit together.
@@ -258,13 +261,17 @@ def moe(
         router_weight: [E, H] as x or fp32; None if ``logits`` are given.
         w1, w2, b1, b2: as for ``experts``, with L in place of H if there are latent projections.
         logits: [T, E] in place of the router product.
-        ids: [T, K] to use instead of the router's choice (their weights still come from the scores).
+        ids: [T, K] to use instead of the router's choice (their weights still come from the
+            scores).
         padding_mask: [T] bool; True: the token takes no part, in no loss and no count.
         token_count: [1] int32 on the device: tokens from it on take no part. One graph or
             compiled call then serves every batch of up to T tokens.
-        global_counts: [E+1] int64, for ``balance="global"``; not written to, the new ones are returned.
-        router_bias, correction_bias: [E], used in fp32; the second only selects and has no gradient.
-        shared_w1, shared_w2: [S2, H] and [H, S], the shared expert; shared_gate: [H], its sigmoid gate.
+        global_counts: [E+1] int64, for ``balance="global"``; not written to, the new ones are
+            returned.
+        router_bias, correction_bias: [E], used in fp32; the second only selects and has no
+            gradient.
+        shared_w1, shared_w2: [S2, H] and [H, S], the shared expert; shared_gate: [H], its sigmoid
+            gate.
         latent_down, latent_up: [L, H] and [H, L], around the routed experts.
         options: see ``ExpertOptions`` and ``RouterOptions``.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer as modules: ``Experts`` (routing given) and ``MoE`` (with its router).
 
-Parameters are plain, named and shaped as in moeblas.h, so that state_dict, FSDP, optimizers and meta devices see nothing
-unusual. The options of a module are fixed when it is made, as one text.
+Parameters are plain, named and shaped as in moeblas.h, so that state_dict, FSDP, optimizers and
+meta devices see nothing unusual. The options of a module are fixed when it is made, as one text.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class _Layer(nn.Module):
 
 
 class Experts(_Layer):
-    """Experts whose routing comes from outside: forward(x, ids, weights), see ``moeblas.torch.experts``.
+    """Experts whose routing comes from outside: forward(x, ids, weights), see
+    ``moeblas.torch.experts``.
 
     Args:
         hidden, inter, experts: H, F and E.
@@ -95,7 +96,7 @@ class Experts(_Layer):
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, padding_mask: Tensor | None = None
     ) -> Tensor:
-        """[..., H] from x [..., H], ids [T, K], weights [T, K] and an optional mask [T] (True: left out)."""
+        """[..., H] from x [..., H], ids and weights [T, K]; a mask [T] may leave tokens out."""
         tensors = self._tensors()
         tensors["ids"], tensors["weights"] = cast_ids(ids), weights.to(torch.float32)
         tensors["padding_mask"] = padding_mask
@@ -107,17 +108,21 @@ class Experts(_Layer):
 
 
 class MoE(_Layer):
-    """Router and experts, with all that may stand beside them: forward(x) -> (out, Routing), see ``moeblas.torch.moe``.
+    """Router and experts, with all that may stand beside them: forward(x) -> (out, Routing), see
+    ``moeblas.torch.moe``.
 
-    Add ``routing.balance_loss`` and ``routing.z_loss`` to the loss of the model. With ``balance="global"`` the buffer
-    ``global_counts`` is brought up to date by each call in training mode.
+    Add ``routing.balance_loss`` and ``routing.z_loss`` to the loss of the model. With
+    ``balance="global"`` the buffer ``global_counts`` is brought up to date by each call in training
+    mode.
 
     Args:
         hidden, inter, experts, topk: H, F, E and K.
         bias: whether b1 and b2 exist.
         router_bias: whether the router has a bias (fp32).
-        correction_bias: whether there is a buffer [E] (fp32) that only selects; see ``update_correction_bias``.
-        shared_inter: inner width of the shared expert, 0 for none; shared_gate: whether it has a sigmoid gate.
+        correction_bias: whether there is a buffer [E] (fp32) that only selects; see
+            ``update_correction_bias``.
+        shared_inter: inner width of the shared expert, 0 for none; shared_gate: whether it has a
+            sigmoid gate.
         latent: width of the latent projections around the routed experts, 0 for none.
         router_dtype: of router_weight, if not dtype: torch.float32.
         dtype, device: of the parameters.
@@ -190,7 +195,8 @@ class MoE(_Layer):
 
     @torch.no_grad()
     def update_correction_bias(self, counts: Tensor, rate: float) -> None:
-        """Balancing without a loss (arXiv:2408.15664): experts below the mean of ``counts`` [E] gain ``rate``."""
+        """Balances without a loss (arXiv:2408.15664): by ``rate`` up for experts that ``counts``
+        [E] has below the mean, down for those above."""
         counts = counts.to(torch.float32)
         self.correction_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
 

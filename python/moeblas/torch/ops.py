@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators ``torch.ops.moeblas.*``, for CPU and CUDA: strict, one call of the library each.
 
-    forward       inputs -> [out, losses, topk_ids, topk_weights, counts, global_counts, saved]; differentiable
+    forward       inputs -> [out, losses, topk_ids, topk_weights, counts, global_counts, saved]
+                  as far as there are such; differentiable
     forward.out   the same for inference, into tensors of the caller
     backward      -> the gradients that `wanted` names, in the order of ``_layer.GRADS``
     backward.out  into tensors of the caller, written or accumulated, in fp32 if those are fp32
 
-``options`` is the text that ``functional.options_text`` makes. All memory is torch's: outputs, the buffer for backward
-and the workspace are tensors; work goes to the current stream; outputs never alias inputs. Strided or misaligned inputs
-are copied first. ``moeblas.torch.experts`` and ``moe`` are the convenient way to these.
+``options`` is the text that ``functional.options_text`` makes. All memory is torch's: outputs, the
+buffer for backward and the workspace are tensors; work goes to the current stream; outputs never
+alias inputs. Strided or misaligned inputs are copied first. ``moeblas.torch.experts`` and ``moe``
+are the convenient way to these.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ Tensors = Sequence[Optional[Tensor]]
 _INPUT_NAMES = ROUTING + PARAMS
 _OF_TOKENS = frozenset(("logits", "ids", "weights", "padding_mask"))
 _COUNTS = _INPUT_NAMES.index("global_counts")
-# Inputs that are fields of the argument structs; the others are parameters. global_counts is an output as well.
-_FIELDS = {name: name for name in ROUTING} | {"ids": "given_ids", "weights": "given_weights"}
+_PARAMS = frozenset(PARAMS)
+_FIELDS = {"ids": "given_ids", "weights": "given_weights"}  # where moeblas.h has another name
 _REPORTS = ("losses", "topk_ids", "topk_weights", "counts")
 # What backward reads of forward's inputs.
 _KEPT = tuple(name for name in _INPUT_NAMES if name not in ("ids", "global_counts"))
@@ -72,7 +74,7 @@ def _ready(tensor: Tensor) -> Tensor:
 
 
 class _Inputs:
-    """The inputs of one call: the key of their layer, their addresses by field, and what keeps them alive."""
+    """The inputs of one call: the key of their layer, their addresses, and what keeps them."""
 
     __slots__ = ("_held", "fields", "key", "params", "x")
 
@@ -89,12 +91,12 @@ class _Inputs:
                 _check_rows(name, shape, tokens)
                 shape = shape[1:]
             key.append((name, shape, tensor.dtype, tensor.get_device()))
-            tensor = _ready(tensor)
+            address = tensor.data_ptr()
+            if address & 15 or not tensor.is_contiguous():
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+                address = tensor.data_ptr()
             held.append(tensor)
-            if name in _FIELDS:
-                self.fields[_FIELDS[name]] = tensor.data_ptr()
-            else:
-                params[name] = tensor.data_ptr()
+            (params if name in _PARAMS else self.fields)[_FIELDS.get(name, name)] = address
         self.key, self._held, self.params = tuple(key), held, Params(**params)
 
     def layer(self, options: str, grad_dtype: torch.dtype | None = None) -> Layer:
@@ -155,8 +157,9 @@ def _check_output(
     fits = tensor.shape == tuple(shape) and tensor.dtype in dtypes and tensor.device == x.device
     if not fits or _ready(tensor) is not tensor:
         raise ArgumentError(
-            f"moeblas.torch: {name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, wanted"
-            f" {list(shape)} {' or '.join(map(str, dtypes))} on {x.device}, contiguous and aligned to 16 bytes"
+            f"moeblas.torch: {name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device},"
+            f" wanted {list(shape)} {' or '.join(map(str, dtypes))} on {x.device},"
+            " contiguous and aligned to 16 bytes"
         )
 
 
@@ -173,7 +176,7 @@ def _run_forward(layer: Layer, inputs: _Inputs, outputs: dict[str, Tensor]) -> N
 
 
 def _reports(layer: Layer, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and types of what a router reports, in the op's order; the number of tokens may be symbolic."""
+    """What a router reports, in the op's order; the number of tokens may be symbolic."""
     if not layer.routed:
         return {}
     return {
@@ -244,7 +247,7 @@ def _spread(kept: Tensors) -> list[Tensor | None]:
 
 
 def _check_saved(dout: Tensor, x: Tensor, saved: Tensor) -> None:
-    """dout must be like the output, `saved` what forward left (of which the library checks the size)."""
+    """dout must be like the output, `saved` what forward left; the library checks its size."""
     if dout.shape != x.shape or dout.dtype != x.dtype or dout.device != x.device:
         raise ArgumentError(
             f"moeblas.torch: dout is {list(dout.shape)} {dout.dtype} on {dout.device}, wanted"
@@ -261,7 +264,7 @@ def _run_backward(
     grads: dict[str, Tensor],
     accumulate: bool,
 ) -> None:
-    """Runs moe_backward on (dout, dlosses, saved); ``grads`` are named as the inputs they belong to."""
+    """Runs moe_backward on (dout, dlosses, saved); ``grads`` are named as their inputs."""
     dout, dlosses, saved = given
     fields, x = inputs.fields, inputs.x
     _check_saved(dout, x, saved)
@@ -315,7 +318,7 @@ def _backward_fake(dout: Tensor, dlosses: Tensor | None, x: Tensor, *rest: objec
 
 
 def _check_grads(x: Tensor, tensors: Tensors, written: dict[str, Tensor]) -> torch.dtype | None:
-    """Gradients of the caller against their inputs; returns the one type that those of parameters have."""
+    """The caller's gradients against their inputs; returns the type of those of parameters."""
     by_name = {"x": x, **dict(zip(_INPUT_NAMES, tensors))}
     types = set()
     for name, tensor in written.items():
@@ -328,7 +331,8 @@ def _check_grads(x: Tensor, tensors: Tensors, written: dict[str, Tensor]) -> tor
         types |= {tensor.dtype} if free else set()
     if len(types) > 1:
         raise ArgumentError(
-            f"moeblas.torch: gradients are {sorted(map(str, types))}, wanted all float32 or all as x"
+            f"moeblas.torch: gradients are {sorted(map(str, types))},"
+            " wanted all float32 or all as x"
         )
     return types.pop() if types else None
 
