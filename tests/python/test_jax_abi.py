@@ -80,6 +80,8 @@ TWINS = [
 FILLED = {"xla_error_args": "Error_Create_Args", "xla_context_args": "Stream_Get_Args"}
 # Fields that are themselves structs, compared on their own, or stand for several of XLA's.
 PARTLY = ("version", "operands", "results", "attributes", "unused", "more_unused")
+# In version 0.4, where all of the above is as it was.
+RENAMED = {"Extension_Base": "InternalExtension", "Error_GetMessage": "Error_GetDetails"}
 CONSTANTS = {
     "XLA_MAJOR": "API_MAJOR",
     "XLA_METADATA": "Extension_Metadata",
@@ -123,7 +125,8 @@ def pairs():
 
 
 def probe(changed=""):
-    lines = ["#include <xla/ffi/api/c_api.h>", '#include "xla_ffi.h"']
+    lines = ["#include <xla/ffi/api/c_api.h>", '#include "xla_ffi.h"', "#if XLA_FFI_API_MINOR >= 4"]
+    lines += [f"#define XLA_FFI_{old} XLA_FFI_{new}" for old, new in RENAMED.items()] + ["#endif"]
 
     def same(left, right):
         lines.append(f'_Static_assert({left} == {right}, "{left}");')
