@@ -84,13 +84,20 @@ def test_ids_outside_and_duplicates(device):
         assert not np.asarray(grads["weights"][token]).any()
 
 
-def test_wide_ids_are_not_wrapped(device):
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+def test_ids_of_any_integer_type(device, dtype):
+    """None is wrapped into an expert on its way to 32 bits."""
     problem = Problem()
-    ids = np.array(problem.ids, np.int64)
-    ids[0] = 2**32  # 0 in 32 bits
+    ids = np.array(problem.ids, dtype)
+    ids[0] = np.iinfo(dtype).max
+    if dtype.endswith("64"):
+        ids[1] = 2**32  # 0 in 32 bits
     with jax.enable_x64(True):
-        out = moe_jax.experts(ids=jnp.asarray(ids), **problem.arrays)
-    assert not np.asarray(out[0]).any() and np.asarray(out[1]).any()
+        found = moe_jax.experts(ids=jnp.asarray(ids), **problem.arrays)
+    outside = (ids < 0) | (ids >= problem.count)
+    wanted = moe_jax.experts(ids=np.where(outside, -1, ids).astype(np.int32), **problem.arrays)
+    assert_same(found, wanted)
+    assert not np.asarray(found[0]).any()
 
 
 def test_empty_experts_have_gradient_zero(device):

@@ -222,8 +222,10 @@ def test_no_tokens(device):
 
 
 def test_example(device, capsys):
-    """examples/jax_layer.py learns."""
-    code = (Path(__file__).resolve().parents[2] / "examples/jax_layer.py").read_text()
+    """examples/jax_layer.py learns, and is what the manual shows."""
+    root = Path(__file__).resolve().parents[2]
+    code = (root / "examples/jax_layer.py").read_text()
+    assert code.split('"""\n\n', 1)[1] in (root / "docs/python_jax.md").read_text()
     exec(compile(code, "jax_layer.py", "exec"), {"__name__": "example"})
     losses = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 5 and losses[-1] < losses[0] / 5

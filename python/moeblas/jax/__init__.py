@@ -99,7 +99,10 @@ def _ids(ids: jax.Array, shape: tuple[int, ...], count: int) -> jax.Array:
     """Expert ids as int32; what is no expert stays none, however far out it is."""
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ArgumentError(f"moeblas.jax: ids is of {ids.dtype}, wanted integers")
-    return _checked("ids", jnp.clip(ids, -1, count).astype(jnp.int32), shape, jnp.int32)
+    narrow = ids.astype(jnp.int32)
+    if ids.dtype.itemsize >= 4 and ids.dtype != jnp.int32:
+        narrow = jnp.where((ids >= 0) & (ids < count), narrow, -1)
+    return _checked("ids", narrow, shape, jnp.int32)
 
 
 def _mask(mask: jax.Array, tokens: int) -> jax.Array:
