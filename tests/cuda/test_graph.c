@@ -154,6 +154,35 @@ TEST(two_streams_at_once) {
   }
 }
 
+/* ---- fewer multiprocessors, tiles dealt out as they are wanted */
+
+static void check_use(const struct layer_case *c, int64_t sm_limit, moe_schedule schedule) {
+  struct layer h, whole, part;
+  open_alone(&c, 1, 700, &h, &whole);
+  struct layer limited = h;
+  limited.config.sm_limit = sm_limit, limited.config.schedule = schedule;
+  gpu_layer_open(&part, &limited);
+  const moe_stream stream = new_stream();
+  moe_graph *graph = recorded((struct layer *[]){&part}, 1, stream);
+  for (int run = 0; run < 20 && graph != NULL; run++) {
+    gpu_layer_put(&part, &h, 0);
+    if (run % 2) OK(moe_graph_launch(graph, stream));
+    if (run % 2 == 0) gpu_layer_run(&part, stream);
+    OK(moe_synchronize(gpu, stream));
+    expect_same(&part, &h, schedule == MOE_SCHEDULE_DYNAMIC ? "dynamic" : "static", (int)sm_limit);
+  }
+  moe_graph_destroy(graph);
+  moe_stream_destroy(gpu, stream);
+  gpu_layer_close(&whole), gpu_layer_close(&part), layer_close(&h);
+}
+
+TEST(limits_and_schedules_change_no_bit) {
+  const int64_t limits[] = {0, 1, 7, moe_context_units(gpu) / 2};
+  for (int i = 0; i < 8; i++)
+    for (int both_cases = 0; both_cases < 2; both_cases++)
+      check_use(both[both_cases], limits[i / 2], i % 2 ? MOE_SCHEDULE_DYNAMIC : MOE_SCHEDULE_STATIC);
+}
+
 /* ---- a recording that fails */
 
 TEST(a_broken_recording_is_reported_and_over) {
