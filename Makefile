@@ -5,8 +5,8 @@
 # make check      proves tests/problems/ci.txt         make bench    times tests/problems/bench.txt
 # make gates      format, sizes, symbols, ...          make deps     installs missing Debian packages
 # make install    into PREFIX=/usr/local, DESTDIR=     make clean    removes build and build-san
-# make gpu        gpu-check and gpu-bench, on a GPU    CUDA=0        builds without it even if there is an nvcc
 # Variables: BUILD=build  CC=gcc  CFLAGS=  LDFLAGS=  SAN=address,undefined  ONLY=part of a test's name  V=1  NVCC=nvcc
+#            CUDA=0 (builds without it even if there is an nvcc)
 
 SAN    ?=
 BUILD  ?= $(if $(SAN),build-san,build)
@@ -50,7 +50,7 @@ TOOL_O  := $(patsubst %.c,$O/%.o,$(wildcard tools/*.c tools/train/*.c)) $(SHARE_
 TESTS   := $(patsubst %.c,$(BUILD)/%,$(wildcard tests/test_*.c))
 HELP_O  := $(patsubst %.c,$O/%.o,$(wildcard tests/support*.c))
 
-.PHONY: all lib tests train test check bench gates install clean help deps gpu gpu-check gpu-bench
+.PHONY: all lib tests train test check bench gates install clean help deps
 .DELETE_ON_ERROR .SECONDARY:
 all: lib $(BUILD)/moeblas $(BUILD)/libmoeblas_xla.so
 lib: $(BUILD)/libmoeblas.a $(BUILD)/libmoeblas.so
@@ -117,9 +117,6 @@ bench: all ; @$(BUILD)/moeblas bench @tests/problems/bench.txt
 deps:  ; @tools/deps.sh test
 install: all ; @BUILD=$(BUILD) PREFIX='$(PREFIX)' VERSION=$(VERSION) tools/install.sh
 clean: ; @rm -rf build build-san
-gpu:   gpu-check ; @$(MAKE) --no-print-directory gpu-bench
-gpu-check: tests ; @BUILD=$(BUILD) tests/cuda/gpu_check.sh
-gpu-bench: all ; @mkdir -p bench/results; $(BUILD)/moeblas bench --backend cuda --csv @tests/problems/bench_cuda.txt >$(BUILD)/h200.csv && mv $(BUILD)/h200.csv bench/results/
-help:  ; @sed -nE 's/^# ((make|Variables:) .*)/\1/p' $(MAKEFILE_LIST:%.d=)
-include python/python.mk
+help:  ; @sed -nE 's/^# ((make|Variables:|  ) .*)/\1/p' $(MAKEFILE_LIST:%.d=)
+include python/python.mk tests/cuda/gpu.mk
 -include $(wildcard $(patsubst %.o,%.d,$(LIB_O) $(TOOL_O) $(HELP_O) $(CUDA_O) $(TESTS:$(BUILD)/%=$O/%.o) $(CUDA_T:$(BUILD)/%=$O/%.o)))
