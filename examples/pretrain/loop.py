@@ -44,12 +44,14 @@ class Trainer:
         self._lr = torch.zeros((), device=self._device)
         self._optimizer = torch.optim.AdamW(
             model.parameters(),
-            lr=self._lr,
+            lr=rate,
             betas=(0.9, 0.95),
             weight_decay=0.1,
             fused=True,
             capturable=capturable,
         )
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._lr
 
     def set_rate(self, step: int) -> None:
         """Linear warm-up, then constant; written into the tensor that the optimizer reads."""

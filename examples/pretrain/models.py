@@ -87,7 +87,7 @@ def _with_sink(
     query = F.pad(torch.cat([query, column], dim=-1), (0, 7, 1, 0))
     key, value = F.pad(key, (0, 8, 1, 0)), F.pad(value, (0, 8, 1, 0))
     mark = torch.zeros_like(key[:1, :1])
-    mark[..., 0, -8] = 1
+    mark[..., 0, -8].fill_(1)
     return query, key + mark, value
 
 
@@ -103,21 +103,23 @@ def causal_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal SDPA over [batch, heads, tokens, width]; ``s_aux`` are the sinks of GPT-OSS, [heads].
 
-    Returns the output as [batch, tokens, heads, width] and no attention weights.
+    Returns the output as [batch, tokens, heads, width] and no attention weights. Values that are
+    narrower than keys (DeepSeek-V3) are padded: the fastest kernel wants one width.
     """
     if attention_mask is not None or getattr(module, "sliding_window", None) is not None:
         raise ValueError(
             "pretrain: attention with a mask or a window, wanted plain causal attention"
         )
     width = value.shape[-1]
+    if width != query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - width))
     if s_aux is not None:
         query, key, value = _with_sink(query, key, value, s_aux, scaling)
     out = F.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
     )
-    if s_aux is not None:
-        out = out[:, :, 1:, :width]
-    return out.transpose(1, 2).contiguous(), None
+    first = 0 if s_aux is None else 1
+    return out[:, :, first:, :width].transpose(1, 2).contiguous(), None
 
 
 def make_config(model: str, size: str, vocab: int, sequence: int) -> PreTrainedConfig:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, record_function
 
@@ -33,7 +34,7 @@ def _kind_of(name: str, module: nn.Module, experts: set[int]) -> str | None:
     return "router" if is_router else None
 
 
-def _add_ranges(model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+def add_ranges(model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
     """Opens a range around every module of a kind; the handles remove them."""
     experts = {id(module) for module in experts_of(model)}
     handles = []
@@ -59,47 +60,50 @@ def _range_around(event: FunctionEvent | None) -> str | None:
     return None
 
 
+def _is_backward(event: FunctionEvent) -> bool:
+    return event.scope == 1 or event.name.startswith("autograd::engine::")  # 1: BACKWARD_FUNCTION
+
+
 def _sequence_around(event: FunctionEvent | None) -> int:
     """The number of the autograd node that runs ``event``; -1 outside a backward pass."""
     while event is not None:
-        if event.scope == 1 and event.sequence_nr >= 0:  # 1: BACKWARD_FUNCTION
+        if _is_backward(event) and event.sequence_nr >= 0:
             return event.sequence_nr
         event = event.cpu_parent
     return -1
 
 
 def _own_time_us(event: FunctionEvent, cuda: bool) -> float:
-    if cuda:
-        return sum(kernel.duration for kernel in event.kernels)
+    if cuda:  # a range has a twin of its own name on the device, which is no kernel
+        return sum(kernel.duration for kernel in event.kernels if kernel.name != event.name)
     return event.self_cpu_time_total
 
 
-def attribute(events: Iterable[FunctionEvent], cuda: bool) -> dict[str, float]:
-    """Microseconds of each kind but gaps, over all ``events`` of a profile."""
-    events = sorted(
-        (e for e in events if e.device_type == torch.autograd.DeviceType.CPU),
-        key=lambda e: e.time_range.start,
-    )
+def attribute(events: Iterable[FunctionEvent]) -> list[tuple[FunctionEvent, str]]:
+    """Every event of the host with the kind (all but gaps) that it belongs to."""
+    hosts = [event for event in events if event.device_type == DeviceType.CPU]
+    hosts.sort(key=lambda event: event.time_range.start)
     # The last op to bear a number is the one that made the node: making it raises the counter.
-    made_in = {
-        e.sequence_nr: _range_around(e) for e in events if e.scope == 0 and e.sequence_nr >= 0
-    }
+    made_in = {e.sequence_nr: _range_around(e) for e in hosts if not _is_backward(e)}
+    made_in[-1] = None
+    return [
+        (event, _range_around(event) or made_in.get(_sequence_around(event)) or "rest")
+        for event in hosts
+    ]
+
+
+def _totals_us(events: Iterable[FunctionEvent], cuda: bool) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
-    for event in events:
-        own = _own_time_us(event, cuda)
-        if own:
-            kind = _range_around(event) or made_in.get(_sequence_around(event)) or "rest"
-            total[kind] += own
+    for event, kind in attribute(events):
+        total[kind] += _own_time_us(event, cuda)
     return total
 
 
 def _busy_us(events: Iterable[FunctionEvent]) -> float:
     """The time in which the device ran at least one kernel."""
-    spans = sorted(
-        (e.time_range.start, e.time_range.end)
-        for e in events
-        if e.device_type == torch.autograd.DeviceType.CUDA and e.name not in KINDS
-    )
+    on_device = [e for e in events if e.device_type == DeviceType.CUDA]
+    named = {e.name for e in events if e.device_type == DeviceType.CPU}  # ranges, not kernels
+    spans = sorted((e.time_range.start, e.time_range.end) for e in on_device if e.name not in named)
     busy, end = 0.0, float("-inf")
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))
@@ -113,7 +117,7 @@ def profile(trainer: Trainer, batches: Batches, first: int, steps: int, step_ms:
     step_ms: the time of a step without the profiler, from which the gaps are counted on a GPU.
     """
     cuda = next(trainer.model.parameters()).is_cuda
-    handles = _add_ranges(trainer.model)
+    handles = add_ranges(trainer.model)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
     with torch.profiler.profile(activities=activities) as profiler:
         for step in range(first, first + steps):
@@ -123,7 +127,7 @@ def profile(trainer: Trainer, batches: Batches, first: int, steps: int, step_ms:
     for handle in handles:
         handle.remove()
     events = profiler.events()
-    kinds = {kind: us / steps / 1e3 for kind, us in attribute(events, cuda).items()}
+    kinds = {kind: us / steps / 1e3 for kind, us in _totals_us(events, cuda).items()}
     whole = step_ms if cuda else sum(kinds.values())
     if cuda:
         kinds["gaps"] = max(0.0, step_ms - _busy_us(events) / steps / 1e3)

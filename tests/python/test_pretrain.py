@@ -18,7 +18,7 @@ import pretrain.models as models  # noqa: E402
 import pretrain.plot as plot  # noqa: E402
 from pretrain.data import Batches, load_tokens  # noqa: E402
 from pretrain.loop import WARMUP, Record, Trainer, train  # noqa: E402
-from pretrain.profile import KINDS, profile  # noqa: E402
+from pretrain.profile import KINDS, add_ranges, attribute, profile  # noqa: E402
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 TEXT = ROOT / "docs" / "design.md"
@@ -85,6 +85,28 @@ def test_graph_is_the_eager_run(capsys, tmp_path, model: str) -> None:
     result, losses = run(capsys, tmp_path, "cuda", *options, "--graph")
     assert result["run"] == "moeblas+graph"
     assert losses == pytest.approx(eager, rel=1e-2)
+
+
+def fake_step(model: str, implementation: str) -> None:
+    """A whole step on tensors without values: raises where the host would read one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = models.make_config(model, "tiny", 256, 64)
+    with FakeTensorMode():
+        built = models.build(config, implementation, torch.device("cpu"), torch.bfloat16, 1)
+        loss = Trainer(built, 1e-3, 20, capturable=False)(torch.zeros(2, 64, dtype=torch.long))
+        assert loss.shape == ()
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_no_step_waits_for_the_device(model: str) -> None:
+    """What a CUDA graph needs, shown without a GPU; the loop over experts does wait."""
+    import moeblas.hf
+
+    moeblas.hf.register()
+    fake_step(model, "moeblas")
+    with pytest.raises(Exception, match="nonzero"):
+        fake_step(model, "eager")
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 33])
@@ -155,6 +177,26 @@ def test_profile(device: str) -> None:
     assert device.type == "cuda" or sum(share.values()) == pytest.approx(100, abs=1)
 
 
+@pytest.mark.parametrize("moe, op", [("moeblas", "moeblas::"), ("grouped_mm", "_grouped_mm")])
+def test_profile_follows_the_backward_pass(moe: str, op: str) -> None:
+    """Ops of the experts and of attention are told by their names here, by ranges in the profile."""
+    import moeblas.hf
+
+    moeblas.hf.register()
+    config = models.make_config("deepseek-v3", "tiny", 256, 64)
+    model = models.build(config, moe, torch.device("cpu"), torch.float32, 1)
+    trainer = Trainer(model, 1e-3, 20, capturable=False)
+    add_ranges(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        trainer(torch.arange(128).view(2, 64))
+    kinds = [(event.name, kind) for event, kind in attribute(profiler.events())]
+    for name, kind in (("flash_attention", "attention"), (op, "experts"), ("_fused", "optimizer")):
+        found = [found for event, found in kinds if name in event]
+        assert len(found) >= 2 - (kind == "optimizer") and set(found) == {kind}, name
+    heads = [kind for name, kind in kinds if name in ("aten::_log_softmax_backward_data",)]
+    assert heads == ["rest"]
+
+
 def test_batches() -> None:
     tokens = torch.arange(100)
     batches = Batches(tokens, 3, 2, 10, 7)
@@ -164,6 +206,21 @@ def test_batches() -> None:
     assert not torch.equal(batches[0], batches[1])
     with pytest.raises(ValueError, match="--data has 10 tokens, wanted more than 10"):
         Batches(tokens[:10], 1, 1, 10, 7)
+
+
+def test_tokenizer(tmp_path) -> None:
+    """A tokenizer on disk: words of a text become its ids, and its size the vocabulary."""
+    from tokenizers import Tokenizer, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    coder = Tokenizer(BPE(unk_token="?"))
+    coder.pre_tokenizer = pre_tokenizers.Whitespace()
+    coder.train([str(TEXT)], trainers.BpeTrainer(vocab_size=400, special_tokens=["?"]))
+    PreTrainedTokenizerFast(tokenizer_object=coder).save_pretrained(tmp_path)
+    tokens, vocab = load_tokens(TEXT, tmp_path)
+    assert vocab == 400 and tokens.dtype == torch.int64 and tokens.max() < vocab
+    assert tokens.tolist() == coder.encode(TEXT.read_text(encoding="utf-8")).ids
 
 
 def test_plot(tmp_path) -> None:
