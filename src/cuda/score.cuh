@@ -40,14 +40,18 @@ __device__ __forceinline__ float warp_max(const float *a, int n) {
   return top;
 }
 
-/* z = logits of token t plus bias, NaN as -inf, +inf as the largest finite number. */
+/* A logit plus its bias, NaN as -inf, +inf as the largest finite number. */
+__device__ __forceinline__ float bounded_logit(float value, const float *bias, int e) {
+  if (bias != nullptr) value += bias[e];
+  const float bounded = value > FLT_MAX ? FLT_MAX : value;
+  return bounded != bounded ? -INFINITY : bounded;
+}
+
+/* z = bounded logits of token t. */
 __device__ __forceinline__ void warp_logits(float *z, const void *logits, moe_dtype dtype, const float *bias,
                                             int64_t t, int experts) {
   for (int e = lane_id(); e < experts; e += 32) {
-    float value = moe_load(logits, dtype, t * experts + e);
-    if (bias != nullptr) value += bias[e];
-    const float bounded = value > FLT_MAX ? FLT_MAX : value;
-    z[e] = bounded != bounded ? -INFINITY : bounded;
+    z[e] = bounded_logit(moe_load(logits, dtype, t * experts + e), bias, e);
   }
   __syncwarp();
 }
