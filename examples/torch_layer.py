@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Mixture-of-Experts layer in PyTorch: one training step, and the same experts with ready routing.
 
-    python examples/torch_layer.py
+python examples/torch_layer.py
 """
 
 import torch

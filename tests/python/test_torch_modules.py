@@ -302,7 +302,7 @@ def test_fully_shard(device, tmp_path):
 
 
 def iteration(module, x):
-    """Forward, loss and backward; of the layer and deterministic operators alone, so that bits can be compared."""
+    """Forward, loss and backward, of operators whose bits can be compared."""
     out, routing = module(x)
     loss = out.float().square().mean() + routing.balance_loss + routing.z_loss
     loss.backward()

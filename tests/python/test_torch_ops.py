@@ -313,6 +313,7 @@ def test_current_stream_is_used():
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
+        FORWARD.default(late, *made, text, False)  # so that the stream has memory of its own
         torch.cuda._sleep(20_000_000)
         late.copy_(x)
         out = FORWARD.default(late, *made, text, False)[0]
