@@ -24,7 +24,7 @@ def step(params):
     return jax.tree.map(lambda p, g: p - 0.05 * g, params, grads), value, aux.counts
 
 
-for i in range(401):
+for i in range(201):
     params, value, counts = step(params)
-    if i % 100 == 0:
+    if i % 50 == 0:
         print(f"step {i:3}  loss {value:6.3f}  {counts}")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -97,7 +99,18 @@ def assert_same(found, wanted):
     )
 
 
-def on_cpu(function, *args):
+@functools.cache
+def _compiled(function, options):
+    quick = {"xla_backend_optimization_level": "0"}  # of the compilation
+    return jax.jit(functools.partial(function, **dict(options)), compiler_options=quick)
+
+
+def on_cpu(function, *args, **options):
+    """The function on the CPU, with float32 for every float; compiled once for the same options."""
+
+    def widened(array):
+        return array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
     with jax.default_device(CPU):
-        quick = {"xla_backend_optimization_level": "0"}  # of the compilation
-        return jax.jit(function, compiler_options=quick)(*jax.device_put(args, CPU))
+        args = jax.tree.map(widened, jax.device_put(args, CPU))
+        return _compiled(function, tuple(sorted(options.items())))(*args)

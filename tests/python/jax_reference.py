@@ -39,9 +39,7 @@ def activation(h, act="swiglu", layout="concat_gate_first", gate_max=0, up_min=0
 def experts(
     x, ids, weights, w1, w2, b1=None, b2=None, transposed=False, weight_on_input=False, **act
 ):
-    """As ``moeblas.jax.experts``, but in float32 whatever comes in."""
-    act.pop("recompute", None)
-    x, weights, w1, w2 = (v.astype(jnp.float32) for v in (x, weights, w1, w2))
+    """As ``moeblas.jax.experts``, on float32 arrays."""
     if not transposed:
         w1, w2 = w1.swapaxes(1, 2), w2.swapaxes(1, 2)
     count, topk = w1.shape[0], ids.shape[1]
@@ -53,9 +51,9 @@ def experts(
     weight = weights.reshape(-1, 1)[order]
     h = jax.lax.ragged_dot(x[order // topk], w1, sizes, precision=HIGHEST)
     h = h * weight if weight_on_input else h
-    h = h if b1 is None else h + b1.astype(jnp.float32)[expert]
+    h = h if b1 is None else h + b1[expert]
     y = jax.lax.ragged_dot(activation(h, **act), w2, sizes, precision=HIGHEST)
-    y = y if b2 is None else y + b2.astype(jnp.float32)[expert]
+    y = y if b2 is None else y + b2[expert]
     y = jnp.where(valid, y if weight_on_input else y * weight, 0)
     return jnp.zeros_like(x).at[order // topk].add(y)
 

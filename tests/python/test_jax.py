@@ -22,17 +22,18 @@ from jax_helper import CPU, GPT_OSS, Problem, assert_close, assert_same, gpu, on
 device = helper.device
 
 
+def expected_of(arrays, ids, dout, **options):
+    value, pull = jax.vjp(lambda a: reference.experts(ids=ids, **a, **options), arrays)
+    return value, pull(dout)[0]
+
+
 def compare(problem, ids=None):
     """Values and all gradients, of the eager and of the compiled layer."""
     ids = problem.ids if ids is None else ids
     out = problem.call(moe_jax.experts, ids)(problem.arrays)
     assert out.dtype == problem.dtype and out.devices() == problem.arrays["x"].devices()
-
-    def wanted(arrays, ids, dout):
-        value, pull = jax.vjp(lambda a: reference.experts(ids=ids, **a, **problem.options), arrays)
-        return value, pull(dout.astype(jnp.float32))[0]
-
-    value, expected = on_cpu(wanted, problem.arrays, ids, problem.dout)
+    options = {name: value for name, value in problem.options.items() if name != "recompute"}
+    value, expected = on_cpu(expected_of, problem.arrays, ids, problem.dout, **options)
     assert_close(out, value, problem.dtype, "out")
     loss = problem.loss(moe_jax.experts, ids)
     eager = jax.grad(loss)(problem.arrays)

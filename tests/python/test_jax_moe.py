@@ -43,9 +43,8 @@ def arrays_of(dtype="float32", shared=0, latent=0, gate=False, seed=3):
     }
 
 
-def layer(arrays, ids, score="softmax", renormalize=False, scale=1.0):
-    """The whole layer in float32 for ids that are chosen already, -1 where masked."""
-    a = {name: array.astype(jnp.float32) for name, array in arrays.items()}
+def layer(a, ids, score="softmax", renormalize=False, scale=1.0):
+    """The whole layer on arrays ``a`` for ids that are chosen already, -1 where masked."""
     dot = lambda left, right: jnp.matmul(left, right.T, precision=reference.HIGHEST)
     logits = dot(a["x"], a["router_weight"]) + a.get("router_bias", 0)
     weights = reference.router_weights(logits, ids, score, renormalize, scale)
@@ -57,6 +56,11 @@ def layer(arrays, ids, score="softmax", renormalize=False, scale=1.0):
         gate = jax.nn.sigmoid(a["x"] @ a["shared_gate"])[:, None] if "shared_gate" in a else 1
         out = out + jnp.where(ids[:, :1] >= 0, shared * gate, 0)
     return out, weights
+
+
+def expected_of(arrays, ids, dout, **router):
+    value, pull, weights = jax.vjp(lambda a: layer(a, ids, **router), arrays, has_aux=True)
+    return value, weights, pull(dout)[0]
 
 
 def check(arrays, rest=None, **options):
@@ -75,11 +79,7 @@ def check(arrays, rest=None, **options):
 
     (_, (out, aux)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
 
-    def wanted(arrays, ids, dout):
-        value, pull, weights = jax.vjp(lambda a: layer(a, ids, **router), arrays, has_aux=True)
-        return value, weights, pull(dout.astype(jnp.float32))[0]
-
-    value, weights, expected = on_cpu(wanted, arrays, aux.ids, dout)
+    value, weights, expected = on_cpu(expected_of, arrays, aux.ids, dout, **router)
     assert_close(out, value, dtype, "out")
     assert_close(aux.weights, weights, dtype, "weights")
     assert_same(
