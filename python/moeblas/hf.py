@@ -16,6 +16,7 @@ is refused with the reason; nothing is guessed, and nothing falls back to anothe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,9 @@ from .torch import experts
 
 __all__ = ["describe", "experts_forward", "register"]
 
-# Class of `act_fn` -> its names without and with a gate, as in moeblas_act.def.
-_ACTIVATIONS: dict[type, tuple[str, str]] = {
+# `act_fn`, its class if it is a module -> its names without and with a gate (moeblas_act.def).
+_ACTIVATIONS: dict[Callable, tuple[str, str]] = {
+    nn.functional.silu: ("silu", "swiglu"),
     nn.SiLU: ("silu", "swiglu"),
     nn.ReLU: ("relu", "reglu"),
     activations.SiLUActivation: ("silu", "swiglu"),
@@ -75,11 +77,13 @@ _GATES: dict[str, _Gate] = {
 
 def _activation(module: nn.Module) -> str:
     """The library's name of ``module.act_fn``, gated or not as the module is."""
-    names = _ACTIVATIONS.get(type(module.act_fn))
+    function = module.act_fn
+    kind = type(function) if isinstance(function, nn.Module) else function
+    names = _ACTIVATIONS.get(kind)
     if names is None:
-        known = ", ".join(sorted({kind.__name__ for kind in _ACTIVATIONS}))
+        known = ", ".join(sorted({key.__name__ for key in _ACTIVATIONS}))
         raise UnsupportedError(
-            f"hf: act_fn of {type(module).__name__} is {type(module.act_fn).__name__}, "
+            f"hf: act_fn of {type(module).__name__} is {getattr(kind, '__name__', kind)}, "
             f"wanted one of {known}"
         )
     return names[1] if module.has_gate else names[0]

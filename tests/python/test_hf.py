@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -58,19 +60,29 @@ def make_model(
     return model.to(device, dtype)
 
 
-def make_experts(path: str, dtype, device: str, spread: float = 1.0, **config):
-    """An experts module of Transformers by the path of its class, with random weights."""
-    file, name = path.split(":")
-    kind = getattr(importlib.import_module(f"transformers.models.{file}"), name)
-    fields = dict(hidden_size=HIDDEN, intermediate_size=INTER, moe_intermediate_size=INTER,
+def make_config(base: type = object, **fields):
+    """A stand-in for a configuration, with every name that a width or a count goes by."""
+    common = dict(hidden_size=HIDDEN, intermediate_size=INTER, moe_intermediate_size=INTER,
                   num_experts=EXPERTS, num_local_experts=EXPERTS, n_routed_experts=EXPERTS,
-                  hidden_act="silu", _experts_implementation="eager")  # fmt: skip
-    module = kind(type("Config", (), {**fields, **config})())
+                  hidden_act="silu", mlp_hidden_act="silu",
+                  _experts_implementation="eager")  # fmt: skip
+    return type("Config", (base,), {**common, **fields})()
+
+
+def fill(module, dtype, device: str, spread: float = 1.0):
+    """Random weights of a known spread."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=spread * HIDDEN**-0.5)
     return module.to(device, dtype)
+
+
+def make_experts(path: str, dtype, device: str, spread: float = 1.0, **config):
+    """An experts module of Transformers by the path of its class, with random weights."""
+    file, name = path.split(":")
+    kind = getattr(importlib.import_module(f"transformers.models.{file}"), name)
+    return fill(kind(make_config(**config)), dtype, device, spread)
 
 
 # Path of the class, and what its configuration needs besides. A spread of 4 reaches the limits.
@@ -161,6 +173,46 @@ def test_experts(kind: str, dtype, device: str) -> None:
     yardstick = "grouped_mm" if kind == "privacy_filter" else "eager"
     eager = run_experts(module, yardstick, *routing)
     check_close(run_experts(module, "moeblas", *routing), eager, exact, dtype)
+
+
+class AnyConfig:
+    """Gives every class what it asks for: SiLU, and 8 of whatever has to do with experts."""
+
+    swiglu_limit, swiglu_alpha, hidden_activation, moe_latent_size = 3.0, 1.5, "gelu", None
+
+    def __getattr__(self, name: str):
+        if "expert" in name and not name.startswith("__"):
+            return EXPERTS
+        raise AttributeError(name)
+
+
+def every_experts_class() -> list[type]:
+    """The classes of this Transformers that let a function stand in for their experts."""
+    found = []
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        names = re.findall(r"@use_experts_implementation.*\nclass (\w+)", path.read_text())
+        if names:
+            name = f"transformers.models.{path.parent.name}.{path.stem}"
+            found += [getattr(importlib.import_module(name), kind) for kind in names]
+    return found
+
+
+def test_every_class_of_transformers() -> None:
+    """Each one gives what grouped_mm gives for it, or is refused."""
+    routing = make_routing(torch.float32, "cpu")
+    same, refused = [], []
+    for kind in every_experts_class():
+        module = fill(kind(make_config(AnyConfig)), torch.float32, "cpu", spread=2.0)
+        try:
+            found = run_experts(module, "moeblas", *routing)
+        except UnsupportedError:
+            refused.append(kind.__name__)
+            continue
+        wanted = run_experts(module, "grouped_mm", *routing)
+        for name, value in wanted.items():
+            assert distance(found[name], value) < 2e-6, f"{kind.__name__}: {name}"
+        same.append(kind.__name__)
+    assert len(same) >= 50 and len(refused) <= 2, f"refused: {refused}"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -274,7 +326,7 @@ def test_generate(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_compile_fullgraph(name: str, device: str) -> None:
-    model = make_model(name, device)
+    model = make_model(name, device, num_hidden_layers=1)
     loss, grads = run_model(model)
     torch._dynamo.reset()
     model.compile(backend="aot_eager", fullgraph=True)
