@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Mixture-of-Experts layer in PyTorch: one training step, and the same experts with ready routing.
+"""A Mixture-of-Experts layer in PyTorch: one training step, and its experts with ready routing.
 
 python examples/torch_layer.py
 """

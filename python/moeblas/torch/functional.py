@@ -15,8 +15,8 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from . import ops  # noqa: F401  (defines torch.ops.moeblas)
 from ._layer import PARAMS, ROUTING
+from .ops import forward
 
 
 class ExpertOptions(TypedDict, total=False):
@@ -141,7 +141,7 @@ def call(options: str, x: Tensor, tensors: dict[str, Tensor | None]) -> list[Ten
         tensors[name] = _cast(tensor, torch.float32)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     inputs = [tensors.get(name) for name in _INPUTS]
-    outputs = torch.ops.moeblas.forward.default(flat, *inputs, options, False)
+    outputs = forward(flat, *inputs, options, False)
     if x.dim() != 2:
         outputs[0] = outputs[0].view(x.shape)
     return outputs

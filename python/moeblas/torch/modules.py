@@ -103,6 +103,7 @@ class Experts(_Layer):
         return call(self._text, x, tensors)[0]
 
     def extra_repr(self) -> str:
+        """Sizes and options."""
         named = "".join(f", {name}={value}" for name, value in self.options.items())
         return f"hidden={self.hidden}, inter={self.inter}, experts={self.experts}{named}"
 
@@ -201,6 +202,7 @@ class MoE(_Layer):
         self.correction_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
 
     def extra_repr(self) -> str:
+        """Sizes and options."""
         fields = ("hidden", "inter", "experts", "topk", "shared_inter", "latent")
         shown = [f"{name}={getattr(self, name)}" for name in fields if getattr(self, name)]
         return ", ".join(shown + [f"{name}={value}" for name, value in self.options.items()])

@@ -61,6 +61,8 @@ _SCHEMAS = (
 library = torch.library.Library("moeblas", "FRAGMENT")
 for _schema in _SCHEMAS:
     library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+forward = torch.ops.moeblas.forward.default
+backward = torch.ops.moeblas.backward.default
 
 
 # ---- what both directions need
@@ -365,7 +367,7 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            outputs = torch.ops.moeblas.forward.default(*tensors, options, True)
+            outputs = forward(*tensors, options, True)
         ctx.options = options
         ctx.save_for_backward(*[tensors[i] for i in _KEPT_AT], outputs[-1])
         ctx.mark_non_differentiable(*outputs[2:])
@@ -385,9 +387,7 @@ class _Forward(torch.autograd.Function):
         if dout is None:
             dout = x.new_zeros(x.shape)
         dlosses = others[0] if len(others) > 1 else None
-        found = torch.ops.moeblas.backward.default(
-            dout, dlosses, x, *kept, saved, ctx.options, wanted
-        )
+        found = backward(dout, dlosses, x, *kept, saved, ctx.options, wanted)
         grads: list[Tensor | None] = [None] * (1 + len(_NAMES))
         for i, grad in zip([i for i, want in zip(_GRADS_AT, wanted) if want], found):
             grads[1 + i] = grad
@@ -399,7 +399,7 @@ def _forward_autograd(*arguments: object) -> list[Tensor]:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         return list(_Forward.apply(options, *tensors))
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.moeblas.forward.default(*tensors, options, save)
+        return forward(*tensors, options, save)
 
 
 for _key in ("CPU", "CUDA"):
