@@ -18,6 +18,7 @@ import jax_reference as reference
 import moeblas
 import moeblas.jax as moe_jax
 from jax_helper import CPU, GPT_OSS, Problem, assert_close, assert_same, gpu, on_cpu
+from moeblas.jax import _layer
 
 device = helper.device
 
@@ -260,6 +261,16 @@ def test_handler_refuses_what_does_not_fit(device, sentence):
 def test_handler_takes_what_fits(device):
     problem = Problem()
     assert_same(raw_call(problem)[0], moe_jax.experts(ids=problem.ids, **problem.arrays))
+
+
+def test_cuda_handler_hands_on_the_errors_of_xla():
+    """On a platform without streams it says so, rather than run on none."""
+    handler = jax.ffi.pycapsule(_layer._native.moe_xla_forward_cuda)
+    jax.ffi.register_ffi_target("moeblas_misplaced", handler, platform="cpu")
+    with jax.default_device(CPU), pytest.raises(Exception, match="not available"):
+        x = jnp.zeros((1, 16), jnp.float32)
+        call = jax.ffi.ffi_call("moeblas_misplaced", jax.ShapeDtypeStruct(x.shape, x.dtype))
+        jax.block_until_ready(jax.jit(call)(x))
 
 
 LOADED = """
