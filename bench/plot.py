@@ -6,7 +6,8 @@
 speed.svg: TFLOP/s of the whole layer by shape, forward and backward, moeblas beside the peers.
 ops.svg: where the time of moeblas goes, op by op, in per cent of the layer. Less than 100 is time
 that no op alone accounts for; more, ops that are slower alone than inside the layer. Rows are
-taken as they stand; only rows without a time are left out, and counted on stderr.
+taken as they stand; only rows without a time are left out, and counted on stderr. On stdout stands
+how moeblas compares with the best peer of each row, where it loses first.
 """
 
 from __future__ import annotations
@@ -167,6 +168,22 @@ def draw_ops(results: Results, names: dict[str, str], path: Path) -> None:
     plt.close(figure)
 
 
+def losses(results: Results, names: dict[str, str]) -> list[str]:
+    """A line for each problem and pass that a peer was timed on too, the farthest behind first."""
+    rows = []
+    for problem in results.problems:
+        for passes in PASSES:
+            rates = {i: results.tflops.get((problem, passes, i), 0.0) for i in COLOURS}
+            peer = max((i for i in rates if i not in LAYERS), key=lambda i: rates[i])
+            ours = rates["moeblas"]
+            if ours and rates[peer]:
+                text = (
+                    f"{passes} {label(problem, names):22s} {ours:6.0f} of {rates[peer]:6.0f} {peer}"
+                )
+                rows.append((ours / rates[peer], text))
+    return [f"{ratio:5.2f}  {text}" for ratio, text in sorted(rows)]
+
+
 def main() -> int:
     """The command."""
     root = Path(__file__).resolve().parents[1]
@@ -189,6 +206,8 @@ def main() -> int:
     for draw, name in ((draw_speed, "speed.svg"), (draw_ops, "ops.svg")):
         draw(results, names, options.out / name)
         print(options.out / name)
+    for line in losses(results, names):
+        print(line)
     if results.without_time:
         print(f"plot.py: {results.without_time} rows without a time", file=sys.stderr)
     return 0

@@ -31,6 +31,9 @@ def test_tables_are_read_as_they_are(tmp_path: Path) -> None:
     assert results.dense == [800.0]
     assert results.without_time == 1
     assert plot.shares(results, "fwd") == {"up": [60.0]}
+    assert plot.losses(results, {}) == []
+    results.tflops[("t8 bf16 swiglu given", "bwd", "liger")] = 500.0
+    assert plot.losses(results, {})[0].split()[:3] == ["0.80", "bwd", "t8"]
     assert results.tflops[("t8 bf16 swiglu given", "bwd", "moeblas")] == 400.0
 
 
