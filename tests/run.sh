@@ -9,6 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export BUILD=${BUILD:-build} JOB_SECONDS=${JOB_SECONDS:-1500}
 export OMP_WAIT_POLICY=passive # two jobs share the cores
+export PYTHON=${PYTHON:-$(ls /usr/bin/python3 2>/dev/null || echo python3)} # with Debian's packages
 export MOEBLAS_PRESETS=$PWD/data/presets.csv # BUILD may lie elsewhere
 logs=$BUILD/log
 only=${ONLY:-}
