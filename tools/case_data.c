@@ -17,7 +17,7 @@
 #include "case.h"
 
 enum {
-  LOWEST = -16,    /* log share of an expert that nobody shall choose: e^-16, far outside the spread of unit logits */
+  LOWEST = -16, /* log share of an expert that nobody shall choose, far outside the spread of unit logits */
   PERIOD = 4194301 /* of repeating samples */
 };
 
