@@ -183,6 +183,27 @@ def test_compile_dynamic_from_the_start(device):
 
 
 @pytest.mark.parametrize("device", plain.DEVICES)
+def test_export(device):
+    """An exported program holds the operator and takes any number of tokens."""
+    module = make_moe(device)
+    x = torch.randn(13, HIDDEN, device=device)
+    shapes = ({0: torch.export.Dim("tokens")},)
+    program = torch.export.export(_OutOnly(module), (x,), dynamic_shapes=shapes)
+    assert "moeblas.forward" in program.graph_module.code
+    other = torch.randn(29, HIDDEN, device=device)
+    assert torch.equal(program.module()(other), module(other)[0])
+
+
+class _OutOnly(nn.Module):
+    def __init__(self, moe):
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, x):
+        return self.moe(x)[0]
+
+
+@pytest.mark.parametrize("device", plain.DEVICES)
 def test_compile_by_inductor(device):
     """The default back end runs the operators alone: for more its C++ compiler takes a minute."""
     torch._dynamo.reset()

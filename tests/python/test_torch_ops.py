@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -302,6 +304,46 @@ def test_unknown_options_and_double_backward():
     out = mt.experts(x, ids, torch.ones(3, 1), w1, w2)
     with pytest.raises(RuntimeError, match="can be differentiated once"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("device", plain.DEVICES)
+def test_token_count(device):
+    """Tokens from the count on are as if they were not there, forward and backward."""
+    x, made, _ = inputs("hidden", device)
+    by_name = {n: t for n, t in zip(ROUTING + PARAMS, made) if t is not None}
+    leaves = (x, *by_name.values())
+    options = {"topk": TOPK, "balance": "batch", "balance_coeff": 1.0}
+    count = torch.tensor([7], dtype=torch.int32, device=device)
+    results = []
+    for tokens, given in ((x, {"token_count": count}), (x[:7], {})):
+        out, routing = mt.moe(tokens, **by_name, **given, **options)
+        loss = out.square().sum() + routing.balance_loss
+        results.append((out, routing.counts, *torch.autograd.grad(loss, leaves)))
+    assert (results[0][0][7:] == 0).all() and (results[0][2][7:] == 0).all()
+    assert torch.equal(results[0][0][:7], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    for found, wanted in zip(results[0][2:], results[1][2:]):
+        plain.assert_close(found, wanted, 2e-6)
+
+
+def test_threads():
+    """Many threads share a layer; the number of threads inside changes no bit."""
+    x, made, text = inputs("all", "cpu")
+    leaves = [t for t in (x, *made) if t is not None and t.requires_grad]
+
+    def run(_):
+        outputs = FORWARD.default(x, *made, text, False)
+        return outputs[:5], torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), leaves)
+
+    before = torch.get_num_threads()
+    wanted = run(0)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(run, range(32)))
+    torch.set_num_threads(1)
+    found.append(run(0))
+    torch.set_num_threads(before)
+    for outputs, grads in found:
+        assert all(map(torch.equal, outputs, wanted[0])) and all(map(torch.equal, grads, wanted[1]))
 
 
 @plain.needs_cuda
