@@ -116,16 +116,6 @@ class _Clock:
         return [1e3 * (end - start) for start, end in pairs]
 
 
-def _side_stream(trainer: Trainer, batch: torch.Tensor) -> torch.Tensor:
-    """A step on a stream of its own, as a capture wants of the steps before it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        loss = trainer(batch)
-    torch.cuda.current_stream().wait_stream(stream)
-    return loss
-
-
 def train(
     trainer: Trainer,
     batches: Batches,
@@ -135,19 +125,22 @@ def train(
 ) -> Record:
     """Runs ``steps`` steps. ``report(step, loss)`` is called every 50, and waits for the device."""
     device = next(trainer.model.parameters()).device
-    losses = torch.zeros(steps, device=device)
-    clock, run = _Clock(device), trainer
-    for step in range(steps):
-        trainer.set_rate(step)
-        batch = batches[step]
-        if graph and step == WARMUP:
-            run = Graph(trainer, batch)
-        if graph and step < WARMUP:
-            losses[step] = _side_stream(trainer, batch)
-        else:
+    # A capture wants the steps before it on a stream that is not the default one.
+    stream = torch.cuda.Stream() if graph else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        losses = torch.zeros(steps, device=device)
+        clock, run = _Clock(device), trainer
+        for step in range(steps):
+            trainer.set_rate(step)
+            batch = batches[step]
+            if graph and step == WARMUP:
+                run = Graph(trainer, batch)
             losses[step] = run(batch)
-        clock.mark()
-        if step % 50 == 49:
-            report(step, losses[step].item())
+            clock.mark()
+            if step % 50 == 49:
+                report(step, losses[step].item())
+        values, times = losses.tolist(), clock.intervals()
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return Record(losses.tolist(), clock.intervals(), peak)
+    return Record(values, times, peak)
