@@ -21,7 +21,6 @@ from ._structs import (
     ENUMS,
     VERSION,
     ActDesc,
-    Activation,
     Backend,
     BackwardArgs,
     Config,
@@ -179,17 +178,14 @@ def _enum(field: str, kind: type[IntEnum], value: object) -> int:
         return kind[value.upper()]
     except KeyError:
         names = ", ".join(member.name.lower() for member in kind)
-        raise ArgumentError(f'config: {field} = "{value}", wanted one of {names}') from None
+        raise ArgumentError(f'{field} = "{value}", wanted one of {names}') from None
 
 
-def _set_activation(act: ActDesc, name: object) -> None:
-    """Takes "swiglu" (gated silu), "silu" (not gated) or an Activation."""
-    if isinstance(name, str):
-        kind, gated = c_int(), c_int()
-        lib.moe_activation_find(name.encode(), byref(kind), byref(gated))
-        act.kind, act.gated = kind.value, gated.value
-    else:
-        act.kind = Activation(name)  # type: ignore[arg-type]
+def _set_activation(act: ActDesc, name: str) -> None:
+    """Takes "swiglu" (gated silu), "silu" (not gated) or any other name of moeblas_act.def."""
+    kind, gated = c_int(), c_int()
+    lib.moe_activation_find(name.encode(), byref(kind), byref(gated))
+    act.kind, act.gated = kind.value, gated.value
 
 
 def _fill(target: ctypes.Structure, prefix: str, fields: Mapping[str, object]) -> None:
@@ -206,7 +202,7 @@ def _fill(target: ctypes.Structure, prefix: str, fields: Mapping[str, object]) -
             _fill_nested(held, f"{prefix}{name}.", value)
             continue
         if name in enums:
-            value = _enum(prefix + name, enums[name], value)
+            value = _enum(f"config: {prefix}{name}", enums[name], value)
         try:
             setattr(target, name, value)
         except TypeError:
@@ -219,7 +215,7 @@ def _fill_nested(target: ctypes.Structure, prefix: str, value: object) -> None:
     """A nested descriptor: a mapping of its fields, or the name of an activation."""
     fields = dict(value) if isinstance(value, Mapping) else {"kind": value}
     if isinstance(target, ActDesc):
-        if "kind" in fields:
+        if isinstance(fields.get("kind"), str):
             _set_activation(target, fields.pop("kind"))
     elif not isinstance(value, Mapping):
         raise ArgumentError(f"config: {prefix[:-1]} = {value!r}, wanted a mapping of its fields")

@@ -66,7 +66,7 @@ def test_backends_that_are_not_there() -> None:
         assert "CUDA" in sentence
         with pytest.raises(moeblas.UnsupportedError):
             Context("cuda")
-    with pytest.raises(moeblas.ArgumentError, match='backend = "gpu", wanted one of auto, cpu'):
+    with pytest.raises(moeblas.ArgumentError, match='^backend = "gpu", wanted one of auto, cpu'):
         Context("gpu")
 
 
