@@ -159,7 +159,9 @@ def _dims(options: dict, width: int, given: dict[str, Traits]) -> dict[str, int]
     return dims
 
 
-def _check(name: str, found: Traits, wanted: list[int], types: Sequence[torch.dtype], device: int):
+def _check(
+    name: str, found: Traits, wanted: list[int], types: Sequence[torch.dtype], device: int
+) -> None:
     """One tensor against what the others say it should be."""
     if list(found.shape) != wanted:
         raise ArgumentError(
@@ -177,7 +179,7 @@ def _check(name: str, found: Traits, wanted: list[int], types: Sequence[torch.dt
 
 def _check_all(
     options: dict, dims: dict, given: dict[str, Traits], dtype: torch.dtype, device: int
-):
+) -> None:
     """Every tensor's shape, type and device."""
     for name, found in given.items():
         letters = _SHAPES[name].split()

@@ -28,7 +28,9 @@ class _Layer(nn.Module):
         self._factory = {"dtype": dtype, "device": device}
         self._fan_in: dict[str, int] = {}
 
-    def _parameter(self, name: str, fan_in: int, *shape: int, dtype: torch.dtype | None = None):
+    def _parameter(
+        self, name: str, fan_in: int, *shape: int, dtype: torch.dtype | None = None
+    ) -> None:
         """Registers a parameter whose values will be uniform within 1 / sqrt(fan_in)."""
         made = torch.empty(*shape, **{**self._factory, **({"dtype": dtype} if dtype else {})})
         self.register_parameter(name, nn.Parameter(made))

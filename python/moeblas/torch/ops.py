@@ -154,7 +154,7 @@ def _fake_layer(x: Tensor, options: str, tensors: Tensors) -> Layer:
 
 def _check_output(
     name: str, tensor: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], x: Tensor
-):
+) -> None:
     """An output of the caller must be one that the library can write to directly."""
     fits = tensor.shape == tuple(shape) and tensor.dtype in dtypes and tensor.device == x.device
     if not fits or _ready(tensor) is not tensor:
