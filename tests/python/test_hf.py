@@ -375,6 +375,7 @@ def test_cuda_graph(name: str) -> None:
         return loss.detach()
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()

