@@ -40,44 +40,10 @@ __host__ __device__ constexpr int span_of(int dtype, int slots) {
   return (slots < 4 ? 4 : 8) / slots / (dtype == MOE_FP32 ? 2 : 1);
 }
 
-/* sum += the rows of slots s .. s + count - 1, at most SLOTS of them, from `column` on. */
-template <int DTYPE, int SLOTS>
-__device__ __forceinline__ void add_rows(float (*sum)[EIGHT], const moe_combine_args &p, int64_t s, int count,
-                                         int column, int64_t limit) {
-  constexpr int SPAN = span_of(DTYPE, SLOTS), BYTES = DTYPE == MOE_FP32 ? 4 : 2;
-  const int lane = threadIdx.x % 32, hidden = (int)p.hidden;
-  const int own_row = lane < count ? (int)row_of(p.slot_row, s + lane, limit) : -1;
-  const float own_weight = own_row >= 0 && p.weights != nullptr ? p.weights[s + lane] : 1.0f;
-  const unsigned present = __ballot_sync(0xffffffffu, own_row >= 0);
-  const char *y = static_cast<const char *>(p.y) + column * BYTES;
-  raw_eight<DTYPE> raw[SLOTS][SPAN];
-#pragma unroll
-  for (int j = 0; j < SLOTS; j++) {
-    const uint32_t row = (uint32_t)__shfl_sync(0xffffffffu, own_row, j);
-    const char *from = y + (uint64_t)row * (uint32_t)(hidden * BYTES);
-#pragma unroll
-    for (int c = 0; c < SPAN; c++)
-      if ((present >> j & 1) && column + c * SPAN_COLUMNS < hidden)
-        raw[j][c] = load_raw<DTYPE>(from + c * SPAN_COLUMNS * BYTES);
-  }
-#pragma unroll
-  for (int j = 0; j < SLOTS; j++) {
-    const float weight = __shfl_sync(0xffffffffu, own_weight, j);
-    if (!(present >> j & 1)) continue;
-#pragma unroll
-    for (int c = 0; c < SPAN; c++) {
-      float v[EIGHT];
-      decode_raw<DTYPE>(v, raw[j][c]);
-#pragma unroll
-      for (int i = 0; i < EIGHT; i++) sum[c][i] += weight * v[i];
-    }
-  }
-}
-
 template <int DTYPE, int SLOTS>
 static __global__ void __launch_bounds__(WARPS * 32, 1)
     combine_kernel(const __grid_constant__ moe_combine_args p) {
-  constexpr int SPAN = span_of(DTYPE, SLOTS);
+  constexpr int SPAN = span_of(DTYPE, SLOTS), BYTES = DTYPE == MOE_FP32 ? 4 : 2;
   const int64_t limit = row_limit(p.row_end, p.rows);
   const int hidden = (int)p.hidden, topk = (int)p.topk;
   walk w = walk_from(grid_thread() / 32, grid_threads() / 32, CEIL_DIV(hidden, SPAN * SPAN_COLUMNS));
@@ -89,8 +55,14 @@ static __global__ void __launch_bounds__(WARPS * 32, 1)
     for (int c = 0; c < SPAN; c++)
       if (p.addend != nullptr && column + c * SPAN_COLUMNS < hidden)
         load_eight(sum[c], p.addend, MOE_FP32, at + c * SPAN_COLUMNS, EIGHT, true);
-    for (int j = 0; j < topk; j += SLOTS)
-      add_rows<DTYPE, SLOTS>(sum, p, w.row * topk + j, topk - j, column, limit);
+    const row_source y = {static_cast<const char *>(p.y) + column * BYTES, (uint32_t)(hidden * BYTES),
+                          hidden - column};
+    for (int j = threadIdx.x % 32; j - (int)threadIdx.x % 32 < topk; j += SLOTS) {
+      const int64_t s = w.row * topk + j;
+      const int row = j < topk ? (int)row_of(p.slot_row, s, limit) : -1;
+      const float weight = row >= 0 && p.weights != nullptr ? p.weights[s] : 1.0f;
+      add_rows<DTYPE, SLOTS, SPAN>(sum, y, row, weight, 0);
+    }
 #pragma unroll
     for (int c = 0; c < SPAN; c++)
       if (column + c * SPAN_COLUMNS < hidden)

@@ -124,8 +124,8 @@ __device__ __forceinline__ double warp_slot_scores(const moe_router_desc &router
   return sum;
 }
 
-/* Host: how many warps of so many bytes of shared memory a block has: up to eight, as long as 48 KiB hold them. */
+/* Host: how many warps of so many bytes of shared memory a block has: up to 16, as long as 160 KiB hold them. */
 static inline int warps_of_block(size_t warp_bytes) {
-  const size_t fit = 48 * 1024 / warp_bytes;
-  return fit > 8 ? 8 : fit < 1 ? 1 : (int)fit;
+  const size_t fit = 160 * 1024 / warp_bytes;
+  return fit > 16 ? 16 : fit < 1 ? 1 : (int)fit;
 }

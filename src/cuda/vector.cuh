@@ -117,6 +117,44 @@ __device__ __forceinline__ void store_eight(void *array, moe_dtype dtype, int64_
   }
 }
 
+/* Rows in memory, `bytes` each, from the columns of this lane on; of `columns` so many are left. */
+struct row_source {
+  const char *first;
+  uint32_t bytes;
+  int columns;
+};
+
+/* sum[c] += weight x eight columns of `rows` rows, in order, c spans of 256 columns apart. Lane from + j knows row j and its
+ * weight; a row of -1 is none. A warp. */
+template <int DTYPE, int ROWS, int SPAN>
+__device__ __forceinline__ void add_rows(float (*sum)[EIGHT], const row_source &source, int own_row,
+                                         float own_weight, int from) {
+  constexpr int SPAN_COLUMNS = 32 * EIGHT, BYTES = DTYPE == MOE_FP32 ? 4 : 2;
+  const unsigned present = __ballot_sync(0xffffffffu, own_row >= 0) >> from;
+  raw_eight<DTYPE> raw[ROWS][SPAN];
+#pragma unroll
+  for (int j = 0; j < ROWS; j++) {
+    const uint32_t row = (uint32_t)__shfl_sync(0xffffffffu, own_row, from + j);
+    const char *at = source.first + (uint64_t)row * source.bytes;
+#pragma unroll
+    for (int c = 0; c < SPAN; c++)
+      if ((present >> j & 1) && c * SPAN_COLUMNS < source.columns)
+        raw[j][c] = load_raw<DTYPE>(at + c * SPAN_COLUMNS * BYTES);
+  }
+#pragma unroll
+  for (int j = 0; j < ROWS; j++) {
+    const float weight = __shfl_sync(0xffffffffu, own_weight, from + j);
+    if (!(present >> j & 1)) continue;
+#pragma unroll
+    for (int c = 0; c < SPAN; c++) {
+      float v[EIGHT];
+      decode_raw<DTYPE>(v, raw[j][c]);
+#pragma unroll
+      for (int i = 0; i < EIGHT; i++) sum[c][i] += weight * v[i];
+    }
+  }
+}
+
 /* The index of this thread in the whole grid, and how many threads there are, for loops over more work than threads. */
 __device__ __forceinline__ int64_t grid_thread() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int64_t grid_threads() { return (int64_t)gridDim.x * blockDim.x; }
