@@ -21,7 +21,7 @@ import torch
 
 from pretrain import experts, models, plot
 from pretrain.data import Batches, load_tokens
-from pretrain.loop import WARMUP, Record, Trainer, train
+from pretrain.loop import WARMUP, Record, Trainer, median_step_ms, train
 from pretrain.profile import profile
 
 DEFAULTS = {"full": (4096, 4), "tiny": (64, 2)}  # sequence, batch
@@ -51,7 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     run.add_argument("--compile", action="store_true", help="torch.compile every decoder layer")
     run.add_argument("--profile", action="store_true", help="after training: the shares of a step")
     run.add_argument("--csv", type=Path, help="append a row a step to this file")
-    draw = commands.add_parser("plot", help="draw the loss curves of csv files")
+    draw = commands.add_parser("plot", help="compare the runs of csv files: a table and a picture")
     draw.add_argument("csv", type=Path, nargs="+")
     draw.add_argument("--out", type=Path, default=Path("loss.png"))
     options = parser.parse_args(argv)
@@ -82,7 +82,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 def summary(options: argparse.Namespace, model: torch.nn.Module, record: Record) -> str:
     """One line with what the run measured."""
     tokens = options.batch * options.sequence
-    ms = record.step_ms()
+    ms = median_step_ms(record.times_ms)
     rate = tokens / ms * 1e3
     tail = record.losses[-10:]
     fields = {
@@ -102,7 +102,9 @@ def summary(options: argparse.Namespace, model: torch.nn.Module, record: Record)
 
 
 def run_name(options: argparse.Namespace) -> str:
-    return options.moe + "+compile" * options.compile + "+graph" * options.graph
+    """What tells a run of one model from another, in csv files and pictures."""
+    seed = f"+seed{options.seed}" if options.seed != 1 else ""
+    return options.moe + "+compile" * options.compile + "+graph" * options.graph + seed
 
 
 def run_training(options: argparse.Namespace) -> None:
@@ -130,7 +132,7 @@ def run_training(options: argparse.Namespace) -> None:
     if options.csv:
         plot.write_csv(options.csv, options.model, run_name(options), record)
     if options.profile:
-        print(profile(trainer, batches, options.steps, PROFILED, record.step_ms()))
+        print(profile(trainer, batches, options.steps, PROFILED, median_step_ms(record.times_ms)))
     print(summary(options, model, record))
 
 
@@ -138,7 +140,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
         if options.command == "plot":
-            plot.draw(options.csv, options.out)
+            runs = plot.read_runs(options.csv)
+            print(plot.table(runs))
+            plot.draw(runs, options.out)
         else:
             run_training(options)
     except (experts.Refused, ValueError, OSError, NotImplementedError) as error:

@@ -21,6 +21,11 @@ from .data import Batches
 WARMUP = 5  # steps before the capture, and those that timing leaves out
 
 
+def median_step_ms(times_ms: list[float]) -> float:
+    """The median step, without the first WARMUP + 1 (tuning, compiling, capturing)."""
+    return statistics.median(times_ms[WARMUP + 1 :] or times_ms)
+
+
 @dataclass
 class Record:
     """What a run measured: a loss and a time in ms for each step, the peak of memory in bytes."""
@@ -28,10 +33,6 @@ class Record:
     losses: list[float]
     times_ms: list[float]
     peak_bytes: int
-
-    def step_ms(self) -> float:
-        """The median step, without the first WARMUP + 1 (tuning, compiling, capturing)."""
-        return statistics.median(self.times_ms[WARMUP + 1 :] or self.times_ms)
 
 
 class Trainer:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import pretrain.models as models  # noqa: E402
 import pretrain.plot as plot  # noqa: E402
 from pretrain.data import Batches, load_tokens  # noqa: E402
-from pretrain.loop import WARMUP, Record, Trainer, train  # noqa: E402
+from pretrain.loop import WARMUP, Record, Trainer, median_step_ms, train  # noqa: E402
 from pretrain.profile import KINDS, add_ranges, attribute, profile  # noqa: E402
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -46,8 +46,8 @@ def run(capsys, tmp_path, device: str, *options: str) -> tuple[dict[str, str], l
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("result: ")
     (curves,) = plot.read_runs([csv]).values()
-    (points,) = curves.values()
-    return dict(field.split("=") for field in line.split()[1:]), [loss for _, loss in points]
+    (record,) = curves.values()
+    return dict(field.split("=") for field in line.split()[1:]), record.losses
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -170,7 +170,7 @@ def test_profile(device: str) -> None:
     tokens, _ = load_tokens(TEXT, None)
     batches = Batches(tokens.to(device), 6, 2, 64, 1)
     record = train(trainer, batches, 4, False, lambda *_: None)
-    lines = profile(trainer, batches, 4, 2, record.step_ms()).splitlines()
+    lines = profile(trainer, batches, 4, 2, median_step_ms(record.times_ms)).splitlines()
     share = {line.split()[0]: float(line.split()[-2]) for line in lines[1:]}
     assert tuple(share) == KINDS
     for kind in ("experts", "router", "attention", "optimizer", "rest"):
@@ -224,23 +224,39 @@ def test_tokenizer(tmp_path) -> None:
     assert tokens.tolist() == coder.encode(TEXT.read_text(encoding="utf-8")).ids
 
 
-def test_plot(tmp_path) -> None:
-    record = Record([5.0, 4.0, 3.0], [1.0, 1.0, 1.0], 0)
-    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
-    plot.write_csv(files[0], "qwen3", "moeblas", record)
-    plot.write_csv(files[1], "qwen3", "eager", record)
-    plot.write_csv(files[1], "gpt-oss", "eager", record)
-    out = tmp_path / "loss.png"
+def test_plot(capsys, tmp_path) -> None:
     pytest.importorskip("matplotlib")
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    plot.write_csv(files[0], "qwen3", "moeblas", Record([5.0, 4.0, 3.0], [9.0, 1.0, 2.0], 0))
+    plot.write_csv(files[1], "qwen3", "eager", Record([5.0, 4.5], [1.0, 1.0], 0))
+    plot.write_csv(files[1], "gpt-oss", "eager", Record([6.0], [7.0], 0))
+    out = tmp_path / "loss.png"
     assert SCRIPT.main(["plot", *map(str, files), "--out", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    files[0].write_text("a,b\n1,2\n")
-    assert SCRIPT.main(["plot", str(files[0]), "--out", str(out)]) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == [
+        ["gpt-oss", "eager", "1", "7.00", "6.0000", "0.0000"],
+        ["qwen3", "moeblas", "3", "2.00", "4.0000", "0.0000"],
+        ["qwen3", "eager", "2", "1.00", "4.7500", "0.2500"],
+    ]
 
 
-def test_record_leaves_the_first_steps_out() -> None:
-    times = [100.0] * (WARMUP + 1) + [3.0, 1.0, 2.0]
-    assert Record([], times, 0).step_ms() == 2.0
+def test_plot_refuses(capsys, tmp_path) -> None:
+    file = tmp_path / "a.csv"
+    plot.write_csv(file, "qwen3", "moeblas", Record([5.0, 4.0], [1.0, 1.0], 0))
+    plot.write_csv(file, "qwen3", "moeblas", Record([5.0, 4.0], [1.0, 1.0], 0))
+    for text, words in (
+        (file.read_text(), "step 0 of qwen3 moeblas, wanted 2"),
+        ("a,b\n1,2\n", "columns ['a', 'b'], wanted"),
+        (",".join(plot.FIELDS) + "\n", "no rows, wanted at least one run"),
+    ):
+        file.write_text(text)
+        assert SCRIPT.main(["plot", str(file), "--out", str(tmp_path / "x.png")]) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_median_leaves_the_first_steps_out() -> None:
+    assert median_step_ms([100.0] * (WARMUP + 1) + [3.0, 1.0, 2.0]) == 2.0
 
 
 @pytest.mark.parametrize(
