@@ -196,18 +196,25 @@ __device__ __forceinline__ void route_small_token(const route_params &p, int64_t
   const moe_route_args &a = p.args;
   const int experts = (int)a.experts, topk = (int)a.topk, lane = lane_id();
   const float *bias = a.correction_bias;
-  const bool by_logit = p.router.score == MOE_SCORE_SOFTMAX && bias == nullptr;
-  float z[PER];
+  const bool by_logit =
+      p.router.score == MOE_SCORE_TOPK_SOFTMAX || (p.router.score == MOE_SCORE_SOFTMAX && bias == nullptr);
+  float z[PER], value[PER];
   uint32_t key[PER];
   int id[PER];
   load_logits<PER>(z, a, t);
   const token_sum all = sum_of<PER>(p.router, z, experts);
 #pragma unroll
+  for (int i = 0; i < PER; i++) value[i] = z[i];
+#pragma unroll
+  for (int i = 0; !by_logit && i < PER; i++) value[i] = score_of(p.router, all, z[i]);
+#pragma unroll
+  for (int i = 0; bias != nullptr && i < PER; i++)
+    value[i] += lane + 32 * i < experts ? bias[lane + 32 * i] : 0.0f;
+#pragma unroll
   for (int i = 0; i < PER; i++) {
     id[i] = lane + 32 * i;
-    float value = by_logit ? z[i] : score_of(p.router, all, z[i]);
-    if (bias != nullptr && id[i] < experts) value += bias[id[i]];
-    key[i] = id[i] < experts ? ordered_key(value != value || z[i] == -INFINITY ? -INFINITY : value) : 0;
+    key[i] =
+        id[i] < experts ? ordered_key(value[i] != value[i] || z[i] == -INFINITY ? -INFINITY : value[i]) : 0;
   }
   sort_line<PER>(key, id);
   const int own = take_best<PER>(key, id, topk);

@@ -185,9 +185,3 @@ static inline struct cuda_grid grid_of_warps(int64_t units, int64_t work, int mo
                 blocks = CEIL_DIV(work, warps);
   return {blocks < units ? blocks : units, 1, 1, (int)warps * 32, 0};
 }
-
-/* Blocks of 256 threads for `work` items, at most 2^20 of them. */
-static inline struct cuda_grid grid_over(int64_t work) {
-  const int64_t blocks = CEIL_DIV(work, 256);
-  return {blocks < 1 << 20 ? blocks : 1 << 20, 1, 1, 256, 0};
-}
