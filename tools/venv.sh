@@ -13,7 +13,7 @@ stamp=$venv/$what-$(cat tests/python/requirements-*.txt | sha256sum | cut -c 1-1
 
 [[ -x $venv/bin/python ]] || "${PYTHON:-python3}" -m venv --system-site-packages "$venv"
 log=$venv/pip.log
-if "$venv/bin/pip" install --quiet --disable-pip-version-check --no-input --retries 2 -r "$pins" >"$log" 2>&1; then
+if "$venv/bin/pip" install --quiet --disable-pip-version-check --no-input --retries 1 --timeout 30 -r "$pins" >"$log" 2>&1; then
   rm -f "$venv/$what"-*
   touch "$stamp"
 else
