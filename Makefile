@@ -119,4 +119,5 @@ install: all ; @BUILD=$(BUILD) PREFIX='$(PREFIX)' VERSION=$(VERSION) tools/insta
 clean: ; @rm -rf build build-san
 help:  ; @sed -nE 's/^# ((make|Variables:|  ) .*)/\1/p' $(MAKEFILE_LIST:%.d=)
 include python/python.mk tests/cuda/gpu.mk
+-include tests/hardening.mk
 -include $(wildcard $(patsubst %.o,%.d,$(LIB_O) $(TOOL_O) $(HELP_O) $(CUDA_O) $(TESTS:$(BUILD)/%=$O/%.o) $(CUDA_T:$(BUILD)/%=$O/%.o)))
