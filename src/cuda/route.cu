@@ -261,8 +261,8 @@ size_t moe_cuda_route_scratch(const moe_context *ctx, const moe_route_args *args
 
 moe_status moe_cuda_route(moe_context *ctx, const moe_route_args *args, moe_stream stream) {
   const int64_t units = moe_cuda_units(ctx, args->sm_limit), experts = args->experts;
-  const moe_zero_args zero = {
-      .sm_limit = args->sm_limit, .data = args->counts, .bytes = (size_t)experts * sizeof(int32_t)};
+  moe_zero_args zero = {};
+  zero.sm_limit = args->sm_limit, zero.data = args->counts, zero.bytes = (size_t)experts * sizeof(int32_t);
   const route_params p = {*args, *args->router};
   const bool groups = args->router->groups > 1;
   if (args->counts != NULL) TRY(moe_cuda_zero(ctx, &zero, stream));
