@@ -5,14 +5,13 @@
 # make check      proves tests/problems/ci.txt         make bench    times tests/problems/bench.txt
 # make gates      format, sizes, symbols, ...          make deps     installs missing Debian packages
 # make install    into PREFIX=/usr/local, DESTDIR=     make clean    removes build and build-san
-# make gpu        gpu-check and gpu-bench, on a GPU    CUDA=0        builds without it even if there is an nvcc
 # Variables: BUILD=build  CC=gcc  CFLAGS=  LDFLAGS=  SAN=address,undefined  ONLY=part of a test's name  V=1  NVCC=nvcc
+#            CUDA=0 (builds without it even if there is an nvcc)
 
 SAN    ?=
 BUILD  ?= $(if $(SAN),build-san,build)
 CC     = gcc
 PREFIX ?= /usr/local
-ONLY   ?=
 NVCC   := $(or $(NVCC),$(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc)))
 CUDA   ?= $(if $(NVCC),1,0)
 MAKEFLAGS += -r $(if $(filter 0,$(MAKELEVEL)),-j$(shell nproc))
@@ -51,9 +50,9 @@ TOOL_O  := $(patsubst %.c,$O/%.o,$(wildcard tools/*.c tools/train/*.c)) $(SHARE_
 TESTS   := $(patsubst %.c,$(BUILD)/%,$(wildcard tests/test_*.c))
 HELP_O  := $(patsubst %.c,$O/%.o,$(wildcard tests/support*.c))
 
-.PHONY: all lib tests train test check bench gates install clean help deps gpu gpu-check gpu-bench
+.PHONY: all lib tests train test check bench gates install clean help deps
 .DELETE_ON_ERROR .SECONDARY:
-all: lib $(BUILD)/moeblas
+all: lib $(BUILD)/moeblas $(BUILD)/libmoeblas_xla.so
 lib: $(BUILD)/libmoeblas.a $(BUILD)/libmoeblas.so
 tests: all $(TESTS) $(CUDA_T)
 
@@ -96,10 +95,10 @@ $(BUILD)/libmoeblas.a $O/libtool.a:
 $(BUILD)/moeblas.map: $(wildcard include/*.h) Makefile
 	@mkdir -p $(@D); (echo 'MOEBLAS_0 { global:'; sed -nE 's/^[a-z][a-z0-9_ ]*[ *](moe_[a-z0-9_]+)\(.*/\1;/p' $(filter %.h,$^); \
 	echo 'local: *; };') >$@
+LINK = $(CC) -shared -fopenmp $(SANITIZE) -Wl,-soname,$(SONAME),--version-script=$(BUILD)/moeblas.map $(if $(SAN),,-Wl,--no-undefined)
 $(BUILD)/$(SONAME): $(LIB_O) $(BUILD)/moeblas.map
 	@echo "  LD   $@"
-	$Q$(CC) -shared -fopenmp $(SANITIZE) -Wl,-soname,$(SONAME),--version-script=$(BUILD)/moeblas.map \
-	  $(if $(SAN),,-Wl,--no-undefined) -o $@ $(LIB_O) $(LIBS) $(LDFLAGS)
+	$Q$(LINK) -o $@ $(LIB_O) $(LIBS) $(LDFLAGS)
 $(BUILD)/libmoeblas.so: $(BUILD)/$(SONAME)
 	@ln -sf $(SONAME) $@
 $(BUILD)/moeblas: $(TOOL_O) $(BUILD)/libmoeblas.a
@@ -111,15 +110,14 @@ $(BUILD)/tests/%: $O/tests/%.o $(SHARE_O) $(HELP_O) $O/libtool.a $(BUILD)/libmoe
 	$Q$(CC) -fopenmp $(SANITIZE) -o $@ $^ -lcjson $(LIBS) $(LDFLAGS) $$(sed -nE 's/.*__wrap_([a-z_]+)\(.*/-Wl,--wrap=\1/p' tests/$*.c)
 
 train: ; @tools/deps.sh train && $(MAKE) --no-print-directory all && $(BUILD)/moeblas train --out run
-test:  ; @tools/deps.sh test && $(MAKE) --no-print-directory tests && BUILD=$(BUILD) ONLY='$(ONLY)' tests/run.sh $(PARTS)
+test:  ; @tools/deps.sh test && $(MAKE) --no-print-directory tests $(if $(SAN),,wheel) && BUILD=$(BUILD) ONLY='$(ONLY)' tests/run.sh $(PARTS)
 gates: lib ; @BUILD=$(BUILD) ONLY='$(ONLY)' tests/run.sh gates
 check: all ; @$(BUILD)/moeblas check @tests/problems/ci.txt
 bench: all ; @$(BUILD)/moeblas bench @tests/problems/bench.txt
 deps:  ; @tools/deps.sh test
 install: all ; @BUILD=$(BUILD) PREFIX='$(PREFIX)' VERSION=$(VERSION) tools/install.sh
 clean: ; @rm -rf build build-san
-gpu:   gpu-check ; @$(MAKE) --no-print-directory gpu-bench
-gpu-check: tests ; @BUILD=$(BUILD) tests/cuda/gpu_check.sh
-gpu-bench: all ; @mkdir -p bench/results; $(BUILD)/moeblas bench --backend cuda --csv @tests/problems/bench_cuda.txt >$(BUILD)/h200.csv && mv $(BUILD)/h200.csv bench/results/
-help:  ; @sed -n '3,9s/^# //p' Makefile
+help:  ; @sed -nE 's/^# ((make|Variables:|  ) .*)/\1/p' $(MAKEFILE_LIST:%.d=)
+include python/python.mk tests/cuda/gpu.mk
+-include tests/hardening.mk
 -include $(wildcard $(patsubst %.o,%.d,$(LIB_O) $(TOOL_O) $(HELP_O) $(CUDA_O) $(TESTS:$(BUILD)/%=$O/%.o) $(CUDA_T:$(BUILD)/%=$O/%.o)))

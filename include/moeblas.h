@@ -144,6 +144,12 @@ typedef enum moe_recompute {
   MOE_RECOMPUTE_H = 1     /* saved: the row map only; backward repeats the up projection, same bits */
 } moe_recompute;
 
+typedef enum moe_schedule { /* how the tiles of a matrix product are handed to the multiprocessors; same results */
+  MOE_SCHEDULE_STATIC = 0, /* dealt out in advance: fastest on a device that nothing else uses */
+  MOE_SCHEDULE_DYNAMIC =
+      1 /* each takes the next when it is free: for devices shared with other kernels. The CPU always */
+} moe_schedule;
+
 /* ---- descriptors ---------------------------------------------------------------------------------------------- */
 
 /* The activation. With g' = min(g, gate_max) and u' = clamp(u, up_min, up_max), on the saved fp32 value of h:
@@ -211,6 +217,10 @@ typedef struct moe_config {
   int64_t latent;       /* L: experts work on xl = x latent_down^T [T,L], out = (...) latent_up^T; 0: none.
                              The shared expert and the router see x */
   moe_recompute recompute;
+  int64_t
+      sm_limit; /* multiprocessors (CPU: threads) that run calls may hold, so that others can work beside them;
+                       0: all of the context; at most moe_context_units */
+  moe_schedule schedule;
 } moe_config;
 #define MOE_CONFIG_INIT MOE_INIT(moe_config)
 
@@ -311,6 +321,9 @@ typedef struct moe_forward_args {
   size_t saved_bytes;
   void *workspace; /* moe_plan_workspace bytes */
   size_t workspace_bytes;
+  const int32_t
+      *token_count; /* one number in the back end's memory, or NULL: tokens from it on are masked, so that one
+                                 graph serves every batch of up to `tokens`. Not for MOE_ENTRY_ROWS */
 } moe_forward_args;
 #define MOE_FORWARD_ARGS_INIT MOE_INIT(moe_forward_args)
 
@@ -335,7 +348,10 @@ typedef struct moe_backward_args {
   void *dlogits;                /* [T,E] logits_dtype, written; MOE_ENTRY_LOGITS */
   float *dtopk_weights;         /* [T,k] written; MOE_ENTRY_IDS. MOE_ENTRY_ROWS: [T] */
   const moe_param_grads *grads; /* NULL: none wanted */
-  int accumulate; /* 1: parameter gradients are added to what is there; 0: they are overwritten */
+  int accumulate;             /* 1: parameter gradients are added to what is there; 0: they are overwritten */
+  const int32_t *token_count; /* that of the forward call */
+  const float
+      *dlosses; /* [2] or NULL for 1: gradients of the balancing loss and the z-loss, on top of loss_scale */
 } moe_backward_args;
 #define MOE_BACKWARD_ARGS_INIT MOE_INIT(moe_backward_args)
 

@@ -21,11 +21,14 @@
 extern "C" {
 #endif
 
-/* The first fields of every op's struct. */
-#define MOE_OP_HEAD \
-  size_t size;      \
-  void *scratch;    \
-  size_t scratch_bytes;
+/* The first fields of every op's struct. sm_limit as in moe_config; schedule matters to gemm and wgrad, the others have
+ * no tiles to hand out. */
+#define MOE_OP_HEAD     \
+  size_t size;          \
+  void *scratch;        \
+  size_t scratch_bytes; \
+  int64_t sm_limit;     \
+  moe_schedule schedule;
 
 /* ---- routing -------------------------------------------------------------------------------------------------- */
 
@@ -92,9 +95,21 @@ typedef struct moe_route_backward_args {
   float loss_scale;            /* 0: 1 */
   void *dlogits;               /* [T,E] written */
   moe_dtype dlogits_dtype;
+  const float *dlosses; /* [2] or NULL for 1: gradients of the two losses, on top of loss_scale */
 } moe_route_backward_args;
 size_t moe_route_backward_scratch(const moe_context *ctx, const moe_route_backward_args *args);
 moe_status moe_route_backward(moe_context *ctx, const moe_route_backward_args *args, moe_stream stream);
+
+/* mask[t] = 1 where t >= *token_count or padding_mask[t] is not 0, else 0. */
+typedef struct moe_token_mask_args {
+  MOE_OP_HEAD
+  int64_t tokens;
+  const int32_t *token_count;  /* one number of any value; NULL: tokens */
+  const uint8_t *padding_mask; /* [T] or NULL. May be `mask` */
+  uint8_t *mask;               /* [T] written */
+} moe_token_mask_args;
+size_t moe_token_mask_scratch(const moe_context *ctx, const moe_token_mask_args *args);
+moe_status moe_token_mask(moe_context *ctx, const moe_token_mask_args *args, moe_stream stream);
 
 /* Rows from ids: a stable counting sort by expert, after dropping what is over capacity. */
 typedef struct moe_sort_args {
@@ -347,9 +362,9 @@ typedef struct moe_zero_args {
 size_t moe_zero_scratch(const moe_context *ctx, const moe_zero_args *args);
 moe_status moe_zero(moe_context *ctx, const moe_zero_args *args, moe_stream stream);
 
-/* ---- memory and time ------------------------------------------------------------------------------------------ */
+/* ---- memory, streams and time --------------------------------------------------------------------------------- */
 
-/* For tools and programs that use no CUDA header. None of these may be part of a CUDA graph. */
+/* For tools and programs that use no CUDA header. Of these only moe_timer_record may be part of a graph. */
 
 /* Memory of the back end, aligned to 256 bytes, its contents unspecified. 0 bytes give a pointer of their own. MEMORY if
  * there is not enough. Free it with the same context; NULL is fine. */
@@ -362,6 +377,22 @@ moe_status moe_memory_copy(moe_context *ctx, void *dst, const void *src, size_t 
 moe_status moe_memory_fill(moe_context *ctx, void *dst, int byte, size_t bytes);
 /* Waits for all work of the stream, and reports an error that it met. */
 moe_status moe_synchronize(moe_context *ctx, moe_stream stream);
+
+/* A stream of its own, not ordered with the default one. NULL on the CPU, where every call is finished when it returns.
+ * Destroy it before the context; work in it is finished first. */
+moe_status moe_stream_create(moe_context *ctx, moe_stream *out);
+void moe_stream_destroy(moe_context *ctx, moe_stream stream);
+
+/* Calls recorded once and launched often. From begin to end what is called on the stream, by this thread, is noted down
+ * and not run; call moe_warmup before, and let pointers stay valid as long as the graph is launched. End also after a
+ * failed call in between: it ends the recording and, the graph being broken, fails too. UNSUPPORTED on the CPU. */
+typedef struct moe_graph moe_graph;
+moe_status moe_graph_begin(moe_context *ctx, moe_stream stream); /* not the default stream */
+moe_status moe_graph_end(moe_context *ctx, moe_stream stream, moe_graph **out);
+moe_status moe_graph_launch(moe_graph *graph, moe_stream stream);
+/* How many kernels, copies and fills one launch runs; 0 for NULL. */
+int64_t moe_graph_launches(const moe_graph *graph);
+void moe_graph_destroy(moe_graph *graph); /* before the context; NULL is fine */
 
 /* A point in the work of a stream. Create, record, and ask for the time between two points, which waits for the later
  * one. Destroy before the context; NULL is fine. */

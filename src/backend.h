@@ -20,12 +20,19 @@ struct backend {
   /* Refuses, with a sentence, a configuration that is sound but not done here. */
   moe_status (*supports)(const moe_context *ctx, const moe_config *config);
   moe_status (*warmup)(moe_context *ctx, const moe_config *config, moe_stream stream);
-  /* Memory and time: moeblas_ops.h; arguments are checked in memory.c. `event` is the back end's part of a timer. */
+  /* Memory, streams and time: moeblas_ops.h; arguments are checked in memory.c and stream.c. `event` is the back end's part of a timer. */
   moe_status (*memory_alloc)(moe_context *ctx, size_t bytes, void **out);
   void (*memory_free)(moe_context *ctx, void *memory);
   moe_status (*memory_copy)(moe_context *ctx, void *dst, const void *src, size_t bytes);
   moe_status (*memory_fill)(moe_context *ctx, void *dst, int byte, size_t bytes);
   moe_status (*synchronize)(moe_context *ctx, moe_stream stream);
+  moe_status (*stream_create)(moe_context *ctx, moe_stream *out);
+  void (*stream_destroy)(moe_context *ctx, moe_stream stream);
+  /* Graphs: moeblas_ops.h. All four NULL: it has none. `executable` is the back end's part of a moe_graph. */
+  moe_status (*graph_begin)(moe_context *ctx, moe_stream stream);
+  moe_status (*graph_end)(moe_context *ctx, moe_stream stream, void **executable, int64_t *launches);
+  moe_status (*graph_launch)(moe_context *ctx, void *executable, moe_stream stream);
+  void (*graph_destroy)(moe_context *ctx, void *executable);
   moe_status (*event_create)(moe_context *ctx, void **event);
   moe_status (*event_record)(moe_context *ctx, void *event, moe_stream stream);
   moe_status (*event_elapsed_us)(moe_context *ctx, void *from, void *to, double *out);

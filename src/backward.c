@@ -7,7 +7,8 @@
 struct expert_grads {
   void *dw1, *db1, *dw2, *db2;
   float *dweights; /* by slot */
-  void *dx_rows;   /* [R,D] gradient of each row's x (before the weight, when that is on the input) */
+  bool wants_dx;
+  void *dx_rows; /* made by run_experts: [R,D] gradient of each row's x, without a weight on the input */
 };
 
 /* d[E,m,n] = sum over rows of A^T B; the other way round when weights are stored transposed. */
@@ -45,16 +46,25 @@ static moe_status recompute_h(struct run *run, const struct experts *e, void *h)
   return MOE_OK;
 }
 
-/* From g = dout [T,D] to every gradient of these experts. h is the saved one, or NULL: computed again. */
+/* Space that weight * a [R,F] needs up to dW2, and the rows of dx [R,D] after it. */
+static void *take_shared_rows(struct run *run, const struct experts *e, const struct expert_grads *d) {
+  const int64_t wa = d->dw2 ? e->inter : 0, dx = d->wants_dx ? e->width : 0;
+  return moe_take(&run->workspace, e->rows * (wa > dx ? wa : dx), run->config->dtype);
+}
+
+/* From g = dout [T,D] to every gradient of these experts. h is the saved one, or NULL: computed again. The rows of dx stay
+ * on the workspace. */
 static moe_status run_experts(struct run *run, const struct experts *e, const void *g, const void *h,
-                              const struct expert_grads *d, int accumulate) {
+                              struct expert_grads *d, int accumulate) {
   const moe_config *c = run->config;
-  const size_t mark = run->workspace.used;
   const int64_t f2 = moe_preact_width(&c->act, e->inter);
   const float *out_weights = e->weight_on_input ? NULL : e->weights;
   const float *in_weights = e->weight_on_input ? e->weights : NULL;
+  void *rows = take_shared_rows(run, e, d);
+  void *wa = d->dw2 ? rows : NULL;
+  const size_t mark = run->workspace.used;
   void *dh = moe_take(&run->workspace, e->rows * f2, c->dtype);
-  void *wa = d->dw2 ? moe_take(&run->workspace, e->rows * e->inter, c->dtype) : NULL;
+  d->dx_rows = d->wants_dx ? rows : NULL;
   if (h == NULL) TRY(recompute_h(run, e, dh)); /* and then overwritten in place by its gradient */
   RUN(run, gemm, .rows = e->rows, .n = e->inter, .k = e->width, .experts = e->count,
       .row_offset = e->map.row_offset, .row_slot = e->map.row_slot, .gather_topk = e->topk, .a = g,
@@ -78,28 +88,31 @@ static moe_status run_experts(struct run *run, const struct experts *e, const vo
   return MOE_OK;
 }
 
-/* Sums a token's rows of dx on top of `addend`. */
-static moe_status combine_rows(struct run *run, const struct experts *e, const void *rows,
-                               const float *addend, void *out, moe_dtype out_dtype) {
-  const int32_t *end = e->map.row_offset ? e->map.row_offset + e->count : NULL;
-  RUN(run, combine, .tokens = run->tokens, .hidden = e->width, .topk = e->topk, .rows = e->rows,
-      .slot_row = e->map.slot_row, .row_end = end, .weights = e->weight_on_input ? e->weights : NULL,
-      .addend = addend, .y = rows, .y_dtype = run->config->dtype, .out = out, .out_dtype = out_dtype);
+/* dx [T,H] has up to four contributions: of the router, the experts, the gate of the shared expert and that expert. */
+struct dx {
+  void *out;  /* NULL: not wanted */
+  float *sum; /* of the contributions so far, in fp32; NULL: there is only one, which goes straight to out */
+  bool started; /* sum holds something */
+};
+
+/* dx += A [T,k] B [k,H]. */
+static moe_status add_product(struct run *run, struct dx *dx, const void *a, moe_dtype a_dtype, const void *b,
+                              moe_dtype b_dtype, int64_t k, bool b_kn) {
+  const moe_config *c = run->config;
+  if (dx->out == NULL) return MOE_OK;
+  RUN(run, gemm, .rows = run->tokens, .n = c->hidden, .k = k, .experts = 1, .a = a, .a_dtype = a_dtype,
+      .b = b, .b_dtype = b_dtype, .b_kn = b_kn, .d = dx->sum ? (void *)dx->sum : dx->out,
+      .d_dtype = dx->sum ? MOE_FP32 : c->dtype, .accumulate = dx->started);
+  dx->started = true;
   return MOE_OK;
 }
 
-/* dx gathered in fp32 from several products: partial [T,H] += A [T,k] B [k,H]. */
-struct partial {
-  float *sum; /* NULL: dx is not wanted */
-  bool started;
-};
-
-static moe_status add_product(struct run *run, struct partial *dx, const void *a, moe_dtype a_dtype,
-                              const void *b, moe_dtype b_dtype, int64_t k, bool b_kn) {
-  if (dx->sum == NULL) return MOE_OK;
-  RUN(run, gemm, .rows = run->tokens, .n = run->config->hidden, .k = k, .experts = 1, .a = a,
-      .a_dtype = a_dtype, .b = b, .b_dtype = b_dtype, .b_kn = b_kn, .d = dx->sum, .d_dtype = MOE_FP32,
-      .accumulate = dx->started);
+/* dx += the rows of each token; the last contribution is rounded into dx->out with all before. */
+static moe_status add_rows(struct run *run, struct dx *dx, const struct experts *e, const void *rows,
+                           bool last) {
+  if (dx->out == NULL) return MOE_OK;
+  TRY(moe_sum_rows(run, e, rows, e->weight_on_input, dx->started ? dx->sum : NULL, last ? dx->out : dx->sum,
+                   last ? run->config->dtype : MOE_FP32));
   dx->started = true;
   return MOE_OK;
 }
@@ -118,7 +131,7 @@ static moe_status token_grad(struct run *run, const struct row_map *tokens, cons
 /* Through the router: dlogits, its parameters, and its share of dx. */
 static moe_status run_router(struct run *run, const moe_backward_args *io, const moe_params *params,
                              const moe_param_grads *grads, const struct saved *s,
-                             const struct row_map *tokens, const float *dweights, struct partial *dx) {
+                             const struct row_map *tokens, const float *dweights, struct dx *dx) {
   const moe_config *c = run->config;
   const size_t mark = run->workspace.used;
   const bool hidden = c->entry == MOE_ENTRY_HIDDEN;
@@ -129,7 +142,7 @@ static moe_status run_router(struct run *run, const moe_backward_args *io, const
       .router = &c->router, .logits = hidden ? s->logits : io->logits, .logits_dtype = dtype,
       .router_bias = params->router_bias, .ids = s->ids, .slot_row = s->map.slot_row,
       .padding_mask = io->padding_mask, .dweights = dweights, .slopes = io->skip_losses ? NULL : s->slopes,
-      .loss_scale = io->loss_scale, .dlogits = dlogits, .dlogits_dtype = dtype);
+      .loss_scale = io->loss_scale, .dlosses = io->dlosses, .dlogits = dlogits, .dlogits_dtype = dtype);
   if (grads->router_bias != NULL)
     RUN(run, bias_grad, .rows = run->tokens, .n = c->experts, .experts = 1, .row_offset = tokens->row_offset,
         .row_slot = tokens->row_slot, .gather_topk = 1, .v = dlogits, .v_dtype = dtype,
@@ -146,7 +159,7 @@ static moe_status run_router(struct run *run, const moe_backward_args *io, const
 /* Through the latent projections: dxl is the gradient of xl. */
 static moe_status run_latent(struct run *run, const moe_backward_args *io, const moe_params *params,
                              const moe_param_grads *grads, const struct row_map *tokens, const void *dxl,
-                             struct partial *dx) {
+                             struct dx *dx) {
   const moe_config *c = run->config;
   const bool swap = c->transposed;
   TRY(token_grad(run, tokens, swap ? io->x : dxl, c->dtype, swap ? c->hidden : c->latent, swap ? dxl : io->x,
@@ -163,57 +176,56 @@ static moe_status latent_up_grad(struct run *run, const moe_backward_args *io, c
                     io->accumulate);
 }
 
-/* The routed experts, their router and the latent projections. What they add to dx goes to dx->sum; where nothing else
- * follows, the last sum is rounded straight into io->dx. */
-static moe_status run_routed(struct run *run, const moe_backward_args *io, const moe_params *params,
-                             const moe_param_grads *grads, struct saved *s, const struct row_map *tokens,
-                             struct partial *dx) {
+/* Back through latent_up: the gradient of what the experts gave. */
+static moe_status run_latent_up(struct run *run, const moe_backward_args *io, const moe_params *params,
+                                const moe_param_grads *grads, const struct saved *s,
+                                const struct row_map *tokens, const void **g) {
   const moe_config *c = run->config;
-  const size_t mark = run->workspace.used;
+  void *dlatent = moe_take(&run->workspace, run->tokens * c->latent, c->dtype);
+  RUN(run, gemm, .rows = run->tokens, .n = c->latent, .k = c->hidden, .experts = 1, .a = io->dout,
+      .a_dtype = c->dtype, .b = params->latent_up, .b_dtype = c->dtype, .b_kn = !c->transposed, .d = dlatent,
+      .d_dtype = c->dtype);
+  *g = dlatent;
+  return latent_up_grad(run, io, s, grads, tokens);
+}
+
+/* The routed experts, their router and the latent projections. dx->sum is taken once dh is dead, and stays on the
+ * workspace with all that lies below it. */
+static moe_status run_routed(struct run *run, const moe_backward_args *io, const moe_params *params,
+                             const moe_param_grads *grads, const struct saved *s,
+                             const struct row_map *tokens, struct dx *dx) {
+  const moe_config *c = run->config;
   struct experts e = moe_routed_experts(run, params, s);
   e.x = c->latent > 0 ? s->latent_x : io->x;
   if (!moe_has_router(c)) e.weights = io->given_weights;
   if (c->entry == MOE_ENTRY_ROWS) e.map.row_offset = (int32_t *)io->row_offset;
   const void *g = io->dout;
-  if (c->latent > 0) {
-    void *dlatent = moe_take(&run->workspace, run->tokens * c->latent, c->dtype);
-    RUN(run, gemm, .rows = run->tokens, .n = c->latent, .k = c->hidden, .experts = 1, .a = io->dout,
-        .a_dtype = c->dtype, .b = params->latent_up, .b_dtype = c->dtype, .b_kn = !c->transposed,
-        .d = dlatent, .d_dtype = c->dtype);
-    TRY(latent_up_grad(run, io, s, grads, tokens));
-    g = dlatent;
-  }
+  if (c->latent > 0) TRY(run_latent_up(run, io, params, grads, s, tokens, &g));
   struct expert_grads d = {.dw1 = grads->w1, .db1 = grads->b1, .dw2 = grads->w2, .db2 = grads->b2};
   d.dweights = moe_has_router(c) ? moe_take(&run->workspace, e.rows, MOE_FP32) : io->dtopk_weights;
   if (!moe_has_router(c) && d.dweights != NULL) /* slots without a row stay 0 */
     RUN(run, zero, .data = d.dweights, .bytes = (size_t)e.rows * sizeof(float));
-  if (dx->sum != NULL || (c->weight_on_input && d.dweights != NULL) || grads->latent_down != NULL)
-    d.dx_rows = moe_take(&run->workspace, e.rows * e.width, c->dtype);
+  d.wants_dx = dx->out != NULL || (c->weight_on_input && d.dweights != NULL) || grads->latent_down != NULL;
   TRY(run_experts(run, &e, g, s->h, &d, io->accumulate));
+  if (dx->out != NULL && (c->entry == MOE_ENTRY_HIDDEN || c->shared_inter > 0))
+    dx->sum = moe_take(&run->workspace, run->tokens * c->hidden, MOE_FP32);
+  const size_t mark = run->workspace.used;
   if (moe_has_router(c)) TRY(run_router(run, io, params, grads, s, tokens, d.dweights, dx));
-  if (c->latent > 0 && d.dx_rows != NULL) {
-    void *dxl = moe_take(&run->workspace, run->tokens * c->latent, c->dtype);
-    TRY(combine_rows(run, &e, d.dx_rows, NULL, dxl, c->dtype));
-    TRY(run_latent(run, io, params, grads, tokens, dxl, dx));
-  } else if (dx->sum != NULL) {
-    const bool last = c->shared_inter == 0;
-    TRY(combine_rows(run, &e, d.dx_rows, dx->started ? dx->sum : NULL, last ? io->dx : dx->sum,
-                     last ? c->dtype : MOE_FP32));
-    dx->started = true;
-  }
+  if (c->latent == 0) return add_rows(run, dx, &e, d.dx_rows, c->shared_inter == 0);
+  if (!d.wants_dx) return MOE_OK;
+  void *dxl = moe_take(&run->workspace, run->tokens * c->latent, c->dtype);
+  TRY(moe_sum_rows(run, &e, d.dx_rows, e.weight_on_input, NULL, dxl, c->dtype));
+  TRY(run_latent(run, io, params, grads, tokens, dxl, dx));
   run->workspace.used = mark;
   return MOE_OK;
 }
 
-/* The gate of the shared expert is a router of one logit with a sigmoid. */
 static moe_status run_gate(struct run *run, const moe_backward_args *io, const moe_params *params,
                            const moe_param_grads *grads, const struct saved *s, const struct row_map *tokens,
-                           const float *dweights, struct partial *dx) {
-  static const moe_router_desc sigmoid = {
-      .score = MOE_SCORE_SIGMOID, .renorm_epsilon = 1e-20f, .scale = 1, .groups = 1, .topk_groups = 1};
+                           const float *dweights, struct dx *dx) {
   const moe_config *c = run->config;
   float *dlogits = moe_take(&run->workspace, run->tokens, MOE_FP32);
-  RUN(run, route_backward, .tokens = run->tokens, .experts = 1, .topk = 1, .router = &sigmoid,
+  RUN(run, route_backward, .tokens = run->tokens, .experts = 1, .topk = 1, .router = &moe_gate_router,
       .logits = s->gate_logits, .logits_dtype = MOE_FP32, .ids = s->gate_ids,
       .padding_mask = io->padding_mask, .dweights = dweights, .loss_scale = 1, .dlogits = dlogits,
       .dlogits_dtype = MOE_FP32);
@@ -223,9 +235,7 @@ static moe_status run_gate(struct run *run, const moe_backward_args *io, const m
 
 static moe_status run_shared(struct run *run, const moe_backward_args *io, const moe_params *params,
                              const moe_param_grads *grads, const struct saved *s,
-                             const struct row_map *tokens, struct partial *dx) {
-  const moe_config *c = run->config;
-  const size_t mark = run->workspace.used;
+                             const struct row_map *tokens, struct dx *dx) {
   struct experts e = moe_shared_experts(run, params, s);
   e.x = io->x;
   e.map = *tokens;
@@ -234,26 +244,25 @@ static moe_status run_shared(struct run *run, const moe_backward_args *io, const
     d.dweights = moe_take(&run->workspace, run->tokens, MOE_FP32);
     RUN(run, zero, .data = d.dweights, .bytes = (size_t)run->tokens * sizeof(float));
   }
-  if (dx->sum != NULL) d.dx_rows = moe_take(&run->workspace, e.rows * e.width, c->dtype);
+  d.wants_dx = dx->out != NULL;
   TRY(run_experts(run, &e, io->dout, s->shared_h, &d, io->accumulate));
   if (params->shared_gate != NULL) TRY(run_gate(run, io, params, grads, s, tokens, d.dweights, dx));
-  if (dx->sum != NULL) TRY(combine_rows(run, &e, d.dx_rows, dx->started ? dx->sum : NULL, io->dx, c->dtype));
-  run->workspace.used = mark;
-  return MOE_OK;
+  return add_rows(run, dx, &e, d.dx_rows, true);
 }
 
-moe_status moe_run_backward(struct run *run, const moe_backward_args *io, const moe_params *params,
+moe_status moe_run_backward(struct run *run, moe_backward_args *io, const moe_params *params,
                             const moe_param_grads *grads) {
   const moe_config *c = run->config;
   struct saved s;
-  struct row_map tokens;
+  struct row_map tokens = {0};
+  struct dx dx = {.out = io->dx};
   moe_lay_out_saved(run, &run->saved, true, &s);
-  TRY(moe_map_tokens(run, io->padding_mask, &tokens));
-  struct partial dx = {0};
-  if (io->dx != NULL) dx.sum = moe_take(&run->workspace, run->tokens * c->hidden, MOE_FP32);
+  TRY(moe_mask_tokens(run, io->token_count, &io->padding_mask));
+  if (moe_has_router(c) || c->shared_inter > 0 || c->latent > 0)
+    TRY(moe_map_tokens(run, io->padding_mask, &tokens));
   TRY(run_routed(run, io, params, grads, &s, &tokens, &dx));
   if (c->shared_inter > 0) return run_shared(run, io, params, grads, &s, &tokens, &dx);
-  if (c->latent > 0 && io->dx != NULL) /* only products so far: round their sum */
+  if (c->latent > 0 && dx.sum != NULL) /* only products so far: round their sum */
     RUN(run, combine, .tokens = run->tokens, .hidden = c->hidden, .addend = dx.sum, .out = io->dx,
         .out_dtype = c->dtype);
   return MOE_OK;

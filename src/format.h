@@ -39,13 +39,15 @@ MOE_FN uint16_t moe_encode_bf16(float v) {
   return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
 }
 
-/* Multiplying by 2^112 moves the fp16 exponent bias to that of fp32, subnormals included; both products are exact. */
+/* A normal number gets the exponent bias of fp32, infinity and NaN its largest exponent. A subnormal m 2^-24 is the
+ * difference of 2^-14 (1 + m/1024) and 2^-14: exact, and without a subnormal fp32, which a thread may be set to flush. */
 MOE_FN float moe_decode_fp16(uint16_t code) {
   const uint32_t sign = (uint32_t)(code & 0x8000u) << 16;
   const uint32_t magnitude = (uint32_t)(code & 0x7fffu) << 13;
-  const float scaled = moe_of_bits(magnitude) * 0x1p112f;
-  const uint32_t special = magnitude | 0x7f800000u; /* infinity or NaN */
-  return moe_of_bits(sign | ((code & 0x7c00u) == 0x7c00u ? special : moe_bits_of(scaled)));
+  const uint32_t exponent = code & 0x7c00u;
+  const float subnormal = moe_of_bits(magnitude + 0x38800000u) - 0x1p-14f;
+  const uint32_t rest = magnitude + (exponent == 0x7c00u ? 0x70000000u : 0x38000000u);
+  return moe_of_bits(sign | (exponent == 0 ? moe_bits_of(subnormal) : rest));
 }
 
 /* Adding and subtracting a power of two whose last place is the fp16 one rounds to it, in the subnormal range; in the

@@ -62,16 +62,6 @@ static moe_status run_experts(struct run *run, const struct experts *e, void *h,
   return MOE_OK;
 }
 
-/* Sum over a token's rows, on top of `addend` [T,D] if there is one. */
-static moe_status combine(struct run *run, const struct experts *e, const void *y, const float *addend,
-                          void *out, moe_dtype out_dtype) {
-  const int32_t *end = e->map.row_offset ? e->map.row_offset + e->count : NULL;
-  RUN(run, combine, .tokens = run->tokens, .hidden = e->width, .topk = e->topk, .rows = e->rows,
-      .slot_row = e->map.slot_row, .row_end = end, .weights = e->weight_on_input ? NULL : e->weights,
-      .addend = addend, .y = y, .y_dtype = run->config->dtype, .out = out, .out_dtype = out_dtype);
-  return MOE_OK;
-}
-
 /* out = what the experts give a token; the shared expert, if any, comes on top of `partial` in run_shared. */
 static moe_status run_routed(struct run *run, const moe_forward_args *io, const moe_params *params,
                              struct saved *s, void *out, moe_dtype out_dtype) {
@@ -90,12 +80,12 @@ static moe_status run_routed(struct run *run, const moe_forward_args *io, const 
   void *y = moe_take(&run->workspace, e.rows * e.width, c->dtype);
   TRY(run_experts(run, &e, s->h, y));
   if (c->latent > 0) {
-    TRY(combine(run, &e, y, NULL, s->latent_out, c->dtype));
+    TRY(moe_sum_rows(run, &e, y, !e.weight_on_input, NULL, s->latent_out, c->dtype));
     RUN(run, gemm, .rows = run->tokens, .n = c->hidden, .k = c->latent, .experts = 1, .a = s->latent_out,
         .a_dtype = c->dtype, .b = params->latent_up, .b_dtype = c->dtype, .b_kn = c->transposed, .d = out,
         .d_dtype = out_dtype);
   } else {
-    TRY(combine(run, &e, y, NULL, out, out_dtype));
+    TRY(moe_sum_rows(run, &e, y, !e.weight_on_input, NULL, out, out_dtype));
   }
   run->workspace.used = mark;
   return MOE_OK;
@@ -105,21 +95,19 @@ static moe_status run_routed(struct run *run, const moe_forward_args *io, const 
 static moe_status run_shared(struct run *run, const moe_forward_args *io, const moe_params *params,
                              const struct saved *s, const float *partial) {
   const moe_config *c = run->config;
-  static const moe_router_desc sigmoid = {
-      .score = MOE_SCORE_SIGMOID, .renorm_epsilon = 1e-20f, .scale = 1, .groups = 1, .topk_groups = 1};
   struct experts e = moe_shared_experts(run, params, s);
   e.x = io->x;
   TRY(moe_map_tokens(run, io->padding_mask, &e.map));
   if (params->shared_gate != NULL) {
     RUN(run, gemm, .rows = run->tokens, .n = 1, .k = c->hidden, .experts = 1, .a = io->x, .a_dtype = c->dtype,
         .b = params->shared_gate, .b_dtype = c->dtype, .d = s->gate_logits, .d_dtype = MOE_FP32);
-    RUN(run, route, .tokens = run->tokens, .experts = 1, .topk = 1, .router = &sigmoid,
+    RUN(run, route, .tokens = run->tokens, .experts = 1, .topk = 1, .router = &moe_gate_router,
         .logits = s->gate_logits, .logits_dtype = MOE_FP32, .padding_mask = io->padding_mask,
         .ids = s->gate_ids, .weights = s->gate_weights);
   }
   void *y = moe_take(&run->workspace, e.rows * e.width, c->dtype);
   TRY(run_experts(run, &e, s->shared_h, y));
-  return combine(run, &e, y, partial, io->out, c->dtype);
+  return moe_sum_rows(run, &e, y, !e.weight_on_input, partial, io->out, c->dtype);
 }
 
 /* The optional copies of what was decided. */
@@ -131,11 +119,12 @@ static moe_status report(struct run *run, const moe_forward_args *io, const stru
   return MOE_OK;
 }
 
-moe_status moe_run_forward(struct run *run, const moe_forward_args *io, const moe_params *params) {
+moe_status moe_run_forward(struct run *run, moe_forward_args *io, const moe_params *params) {
   const moe_config *c = run->config;
   struct saved s;
   const bool keep = run->saved.base != 0;
   moe_lay_out_saved(run, keep ? &run->saved : &run->workspace, keep, &s);
+  TRY(moe_mask_tokens(run, io->token_count, &io->padding_mask));
   TRY(route(run, io, params, &s));
   TRY(report(run, io, &s));
   if (c->shared_inter == 0) return run_routed(run, io, params, &s, io->out, c->dtype);

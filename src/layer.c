@@ -18,6 +18,8 @@
   moe_status moe_run_##name(struct run *run, moe_##name##_args *args) {                            \
     const struct backend *backend = run->ctx->backend;                                             \
     const size_t used = run->workspace.used;                                                       \
+    args->sm_limit = run->config->sm_limit;                                                        \
+    args->schedule = run->config->schedule;                                                        \
     args->scratch_bytes = backend->name##_scratch ? backend->name##_scratch(run->ctx, args) : 0;   \
     args->scratch = args->scratch_bytes ? arena_take(&run->workspace, args->scratch_bytes) : NULL; \
     run->workspace.used = used;                                                                    \
@@ -74,6 +76,16 @@ void moe_lay_out_saved(const struct run *run, struct arena *arena, bool keep_h, 
   }
 }
 
+moe_status moe_mask_tokens(struct run *run, const int32_t *token_count, const uint8_t **padding_mask) {
+  /* As the mask: known only at run time, so a measurement counts it in. */
+  if (run->config->entry == MOE_ENTRY_ROWS || (token_count == NULL && !run->measure)) return MOE_OK;
+  uint8_t *mask = arena_take(&run->workspace, (size_t)run->tokens);
+  RUN(run, token_mask, .tokens = run->tokens, .token_count = token_count, .padding_mask = *padding_mask,
+      .mask = mask);
+  *padding_mask = mask;
+  return MOE_OK;
+}
+
 moe_status moe_map_tokens(struct run *run, const uint8_t *padding_mask, struct row_map *map) {
   *map = (struct row_map){0};
   /* The mask is known only at run time, so a measurement counts it in. */
@@ -116,6 +128,18 @@ struct experts moe_shared_experts(const struct run *run, const moe_params *param
                           .weights = params->shared_gate ? saved->gate_weights : NULL};
 }
 
+const moe_router_desc moe_gate_router = {
+    .score = MOE_SCORE_SIGMOID, .renorm_epsilon = 1e-20f, .scale = 1, .groups = 1, .topk_groups = 1};
+
+moe_status moe_sum_rows(struct run *run, const struct experts *e, const void *rows, bool weighted,
+                        const float *addend, void *out, moe_dtype out_dtype) {
+  RUN(run, combine, .tokens = run->tokens, .hidden = e->width, .topk = e->topk, .rows = e->rows,
+      .slot_row = e->map.slot_row, .row_end = e->map.row_offset ? e->map.row_offset + e->count : NULL,
+      .weights = weighted ? e->weights : NULL, .addend = addend, .y = rows, .y_dtype = run->config->dtype,
+      .out = out, .out_dtype = out_dtype);
+  return MOE_OK;
+}
+
 /* ---- size queries: the same code, measuring */
 
 static struct run measuring(const moe_plan *plan, int64_t tokens) {
@@ -135,7 +159,7 @@ static size_t forward_need(const moe_plan *plan, int64_t tokens) {
                              .b1 = anything,
                              .b2 = anything,
                              .shared_gate = anything};
-  const moe_forward_args io = {.tokens = tokens};
+  moe_forward_args io = {.tokens = tokens};
   if (moe_run_forward(&run, &io, &params) != MOE_OK) return SIZE_MAX;
   return run.workspace.peak;
 }
@@ -154,7 +178,7 @@ static size_t backward_need(const moe_plan *plan, int64_t tokens) {
                                  .shared_gate = anything,
                                  .latent_down = anything,
                                  .latent_up = anything};
-  const moe_backward_args io = {.tokens = tokens, .dx = anything, .dtopk_weights = (float *)(void *)anything};
+  moe_backward_args io = {.tokens = tokens, .dx = anything, .dtopk_weights = (float *)(void *)anything};
   if (moe_run_backward(&run, &io, &params, &grads) != MOE_OK) return SIZE_MAX;
   return run.workspace.peak;
 }
@@ -231,12 +255,18 @@ static moe_status check_stream(const char *op, const moe_plan *plan, moe_stream 
 
 /* The arrays that say where tokens go; the same for both directions. */
 static moe_status check_routing(const char *op, const struct run *run, const void *logits,
-                                const void *given_weights, const void *row_offset, const void *padding_mask) {
+                                const void *given_weights, const void *row_offset, const void *padding_mask,
+                                const int32_t *token_count) {
   const moe_config *c = run->config;
   const bool some = run->tokens > 0, ids = c->entry == MOE_ENTRY_IDS, rows = c->entry == MOE_ENTRY_ROWS;
   TRY(check_array(op, "logits", logits, some && c->entry == MOE_ENTRY_LOGITS, c->entry == MOE_ENTRY_LOGITS));
   TRY(check_array(op, "given_weights", given_weights, some && ids, ids || rows));
   TRY(check_array(op, "row_offset", row_offset, some && rows, rows));
+  CHECK(token_count == NULL || !rows, MOE_ERROR_ARGUMENT,
+        "%s: token_count is given, wanted NULL: with MOE_ENTRY_ROWS row_offset[E] says how many there are",
+        op);
+  CHECK((uintptr_t)token_count % sizeof *token_count == 0, MOE_ERROR_ARGUMENT,
+        "%s: token_count = %p, wanted an address aligned to 4 bytes", op, (const void *)token_count);
   return check_array(op, "padding_mask", padding_mask, false, !rows);
 }
 
@@ -245,7 +275,8 @@ static moe_status check_forward(const struct run *run, const moe_forward_args *i
   const bool some = run->tokens > 0, rows = c->entry == MOE_ENTRY_ROWS, router = moe_has_router(c);
   const bool global = c->router.balance == MOE_BALANCE_GLOBAL;
   TRY(check_array("forward", "x", io->x, some, true));
-  TRY(check_routing("forward", run, io->logits, io->given_weights, io->row_offset, io->padding_mask));
+  TRY(check_routing("forward", run, io->logits, io->given_weights, io->row_offset, io->padding_mask,
+                    io->token_count));
   TRY(check_array("forward", "given_ids", io->given_ids,
                   some && (c->entry == MOE_ENTRY_IDS || (router && c->topk > c->experts)), !rows));
   TRY(check_array("forward", "global_counts", io->global_counts, global, global));
@@ -299,11 +330,13 @@ static moe_status check_backward(const struct run *run, const moe_backward_args 
   const moe_config *c = run->config;
   const bool some = run->tokens > 0, given = c->entry == MOE_ENTRY_IDS || c->entry == MOE_ENTRY_ROWS;
   TRY(check_array("backward", "x", io->x, some, true));
-  TRY(check_routing("backward", run, io->logits, io->given_weights, io->row_offset, io->padding_mask));
+  TRY(check_routing("backward", run, io->logits, io->given_weights, io->row_offset, io->padding_mask,
+                    io->token_count));
   TRY(check_array("backward", "dout", io->dout, some, true));
   TRY(check_array("backward", "dx", io->dx, false, true));
   TRY(check_array("backward", "dlogits", io->dlogits, false, c->entry == MOE_ENTRY_LOGITS));
   TRY(check_array("backward", "dtopk_weights", io->dtopk_weights, false, given));
+  TRY(check_array("backward", "dlosses", io->dlosses, false, moe_has_losses(c)));
   TRY(moe_check_range("backward", "accumulate", io->accumulate, 0, 1));
   TRY(moe_check_range("backward", "skip_losses", io->skip_losses, 0, 1));
   CHECK(io->loss_scale - io->loss_scale == 0, MOE_ERROR_ARGUMENT,

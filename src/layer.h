@@ -69,12 +69,22 @@ bool moe_has_losses(const moe_config *config);
 /* Lays the saved parts out on `arena`; h only if it is to be kept and the plan does not recompute it. */
 void moe_lay_out_saved(const struct run *run, struct arena *arena, bool keep_h, struct saved *saved);
 
+/* Where there is a count, makes *padding_mask the mask that includes it; it lies on the workspace. */
+moe_status moe_mask_tokens(struct run *run, const int32_t *token_count, const uint8_t **padding_mask);
+
 /* The map of the tokens that are not masked, for everything dense that sums over tokens. */
 moe_status moe_map_tokens(struct run *run, const uint8_t *padding_mask, struct row_map *map);
+
+/* The gate of the shared expert is a router of one logit with a sigmoid. */
+extern const moe_router_desc moe_gate_router;
+
+/* Sum over a token's rows, weighted or not, on top of `addend` [T,D] if there is one. */
+moe_status moe_sum_rows(struct run *run, const struct experts *e, const void *rows, bool weighted,
+                        const float *addend, void *out, moe_dtype out_dtype);
 
 struct experts moe_routed_experts(const struct run *run, const moe_params *params, const struct saved *saved);
 struct experts moe_shared_experts(const struct run *run, const moe_params *params, const struct saved *saved);
 
-moe_status moe_run_forward(struct run *run, const moe_forward_args *io, const moe_params *params);
-moe_status moe_run_backward(struct run *run, const moe_backward_args *io, const moe_params *params,
+moe_status moe_run_forward(struct run *run, moe_forward_args *io, const moe_params *params);
+moe_status moe_run_backward(struct run *run, moe_backward_args *io, const moe_params *params,
                             const moe_param_grads *grads);

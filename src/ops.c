@@ -20,12 +20,18 @@ static moe_status check_context(const char *op, const moe_context *ctx, moe_stre
   return MOE_OK;
 }
 
+static moe_status check_use(const char *op, const moe_context *ctx, int64_t sm_limit, moe_schedule schedule) {
+  TRY(moe_check_range(op, "sm_limit", sm_limit, 0, ctx->units));
+  return moe_check_range(op, "schedule", (int)schedule, MOE_SCHEDULE_STATIC, MOE_SCHEDULE_DYNAMIC);
+}
+
 #define MOE_OP(name)                                                                                 \
   size_t moe_##name##_scratch(const moe_context *ctx, const moe_##name##_args *given) {              \
     moe_##name##_args args;                                                                          \
     struct resolved resolved;                                                                        \
     if (check_context(#name, ctx, NULL) != MOE_OK) return SIZE_MAX;                                  \
     if (moe_take_struct(#name ": args", &args, sizeof args, given) != MOE_OK) return SIZE_MAX;       \
+    if (check_use(#name, ctx, args.sm_limit, args.schedule) != MOE_OK) return SIZE_MAX;              \
     if (moe_sizes_##name(&args, &resolved) != MOE_OK) return SIZE_MAX;                               \
     return ctx->backend->name##_scratch ? ctx->backend->name##_scratch(ctx, &args) : 0;              \
   }                                                                                                  \
@@ -34,6 +40,7 @@ static moe_status check_context(const char *op, const moe_context *ctx, moe_stre
     struct resolved resolved;                                                                        \
     TRY(check_context(#name, ctx, stream));                                                          \
     TRY(moe_take_struct(#name ": args", &args, sizeof args, given));                                 \
+    TRY(check_use(#name, ctx, args.sm_limit, args.schedule));                                        \
     TRY(moe_sizes_##name(&args, &resolved));                                                         \
     TRY(moe_arrays_##name(&args));                                                                   \
     TRY(check_scratch(#name, args.scratch, args.scratch_bytes,                                       \

@@ -88,6 +88,19 @@ moe_status moe_arrays_route_backward(const moe_route_backward_args *a) {
   ARRAY(route_backward, a, logits, a->tokens > 0);
   ARRAY(route_backward, a, ids, a->tokens > 0);
   ARRAY(route_backward, a, dlogits, a->tokens > 0);
+  ARRAY(route_backward, a, dlosses, false);
+  return MOE_OK;
+}
+
+moe_status moe_sizes_token_mask(moe_token_mask_args *a, struct resolved *resolved) {
+  (void)resolved;
+  RANGE(token_mask, a, tokens, 0, MAX_ROWS);
+  return MOE_OK;
+}
+moe_status moe_arrays_token_mask(const moe_token_mask_args *a) {
+  CHECK((uintptr_t)a->token_count % sizeof(int32_t) == 0, MOE_ERROR_ARGUMENT,
+        "token_mask: token_count = %p, wanted an address aligned to 4 bytes", (const void *)a->token_count);
+  CHECK(a->mask != NULL || a->tokens == 0, MOE_ERROR_ARGUMENT, "token_mask: mask = NULL, wanted an array");
   return MOE_OK;
 }
 

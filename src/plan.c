@@ -183,6 +183,7 @@ static moe_status check_flags(const moe_config *c) {
   TRY(moe_check_range("plan", "entry", (int)c->entry, MOE_ENTRY_HIDDEN, MOE_ENTRY_ROWS));
   TRY(moe_check_range("plan", "drop", (int)c->drop, MOE_DROP_WEIGHT, MOE_DROP_POSITION));
   TRY(moe_check_range("plan", "recompute", (int)c->recompute, MOE_RECOMPUTE_NONE, MOE_RECOMPUTE_H));
+  TRY(moe_check_range("plan", "schedule", (int)c->schedule, MOE_SCHEDULE_STATIC, MOE_SCHEDULE_DYNAMIC));
   CHECK(c->capacity_factor != 0 || c->drop == MOE_DROP_WEIGHT, MOE_ERROR_ARGUMENT,
         "plan: drop = %d, wanted 0 without capacity_factor", (int)c->drop);
   return check_finite("plan", "capacity_factor", c->capacity_factor, 0);
@@ -221,6 +222,7 @@ moe_status moe_plan_create(moe_plan **out, moe_context *ctx, const moe_config *c
   moe_config resolved;
   TRY(moe_take_struct("plan: config", &resolved, sizeof resolved, config));
   TRY(resolve_config(&resolved));
+  TRY(moe_check_range("plan", "sm_limit", resolved.sm_limit, 0, ctx->units));
   TRY(ctx->backend->supports(ctx, &resolved));
   moe_plan *plan = moe_host_alloc(sizeof *plan);
   CHECK(plan != NULL, MOE_ERROR_MEMORY, "plan: no memory for %zu bytes", sizeof *plan);
@@ -248,12 +250,14 @@ size_t moe_plan_describe(const moe_plan *plan, int64_t tokens, char *text, size_
       "back end   %s, %d units\n"
       "layer      hidden %" PRId64 ", inter %" PRId64 ", experts %" PRId64 ", topk %" PRId64 ", %s, %s\n"
       "extras     shared %" PRId64 ", latent %" PRId64 ", recompute %s\n"
+      "holds      at most %" PRId64 " units, %s schedule\n"
       "tokens     %" PRId64 "\n"
       "workspace  %zu bytes\n"
       "saved      %zu bytes\n",
       plan->ctx->backend->name, plan->ctx->units, c->hidden, c->inter, c->experts, c->topk,
       moe_activation_name(c->act.kind, c->act.gated), moe_dtype_name(c->dtype), c->shared_inter, c->latent,
-      c->recompute == MOE_RECOMPUTE_H ? "h" : "none", tokens, moe_plan_workspace(plan, tokens),
+      c->recompute == MOE_RECOMPUTE_H ? "h" : "none", c->sm_limit > 0 ? c->sm_limit : plan->ctx->units,
+      c->schedule == MOE_SCHEDULE_DYNAMIC ? "dynamic" : "static", tokens, moe_plan_workspace(plan, tokens),
       moe_plan_saved(plan, tokens));
   return length < 0 ? 0 : (size_t)length;
 }

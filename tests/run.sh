@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Runs the tests of a finished build and sums them: `tests/run.sh [unit] [problems] [scripts] [gates]`, all four without
+# Runs the tests of a finished build and sums them: `tests/run.sh [unit] [problems] [scripts] [gates] [python]`, all without
 # arguments. Two jobs run at a time. A job is a program that ends with the line "N passed, N failed"; one that does not,
 # or that fails, stops itself short or tests nothing, counts as a failure. The closing line is the sum.
 # Environment: BUILD, ONLY (part of a job's name), JOB_SECONDS (limit of one job).
@@ -9,6 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export BUILD=${BUILD:-build} JOB_SECONDS=${JOB_SECONDS:-1500}
 export OMP_WAIT_POLICY=passive # two jobs share the cores
+export PYTHON=${PYTHON:-$(ls /usr/bin/python3 2>/dev/null || echo python3)} # with Debian's packages
 export MOEBLAS_PRESETS=$PWD/data/presets.csv # BUILD may lie elsewhere
 logs=$BUILD/log
 only=${ONLY:-}
@@ -19,7 +20,24 @@ add() { # name command...
   return 0
 }
 
-for part in ${*:-unit problems scripts gates}; do
+add_python() { # test file: a job, unless a module that its importorskip lines name is absent; then it says so
+  local name modules absent
+  name=python_$(basename "${1#*test_}" .py)
+  [[ $name == *"$only"* ]] || return 0
+  modules=$(sed -nE 's/^(\w+ = )?pytest\.importorskip\("(\w+)".*/\2/p' "$1")
+  # shellcheck disable=SC2086 # modules is words
+  if absent=$("$BUILD/venv/bin/python" -c "$find_absent" pytest numpy $modules); then
+    add "$name" "$BUILD/venv/bin/python" -m pytest -q -p no:cacheprovider "$1"
+  else
+    echo "$name is skipped: $BUILD/venv has no $absent; make test-python installs everything"
+  fi
+}
+find_absent='import sys, importlib.util as util
+absent = [name for name in sys.argv[1:] if not util.find_spec(name)]
+print(*absent, sep=", ")
+sys.exit(bool(absent))'
+
+for part in ${*:-unit problems scripts gates python}; do
   case $part in
   unit) for source in tests/test_*.c; do
     name=$(basename "$source" .c)
@@ -45,7 +63,11 @@ for part in ${*:-unit problems scripts gates}; do
     add "$name" "$gate"
     add "${name}_self_test" "$gate" --self-test
   done ;;
-  *) echo "tests/run.sh: part = $part, wanted unit, problems, scripts or gates" >&2; exit 2 ;;
+  python)
+    tools/venv.sh "$BUILD"
+    for source in tests/python/test_*.py; do add_python "$source"; done
+    ;;
+  *) echo "tests/run.sh: part = $part, wanted unit, problems, scripts, gates or python" >&2; exit 2 ;;
   esac
 done
 if ((${#jobs[@]} == 0)); then

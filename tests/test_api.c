@@ -226,8 +226,12 @@ TEST(config_enums_and_flags) {
   REFUSE(ARGUMENT, "router.renorm_epsilon = 0.5, wanted 0 without router.renormalize",
          c.router.renorm_epsilon = 0.5f);
   REFUSE(ARGUMENT, "plan: recompute = 2, wanted 0 .. 1", c.recompute = (moe_recompute)2);
+  REFUSE(ARGUMENT, "plan: sm_limit = -1, wanted 0 .. ", c.sm_limit = -1);
+  REFUSE(ARGUMENT, "plan: sm_limit = 4096, wanted 0 .. ", c.sm_limit = 4096);
+  REFUSE(ARGUMENT, "plan: schedule = 2, wanted 0 .. 1", c.schedule = (moe_schedule)2);
   REFUSE(ARGUMENT, "plan: weight_on_input = 2, wanted 0 .. 1", c.weight_on_input = 2);
   REFUSE(ARGUMENT, "plan: transposed = -1, wanted 0 .. 1", c.transposed = -1);
+  ACCEPT(c.sm_limit = 1, c.schedule = MOE_SCHEDULE_DYNAMIC);
   ACCEPT(c.dtype = MOE_FP16, c.router_dtype = MOE_FP16, c.grad_dtype = MOE_FP32);
 }
 
@@ -365,6 +369,28 @@ static void check_monotone(const struct layer_case *c) {
 TEST(sizes_grow_with_tokens) {
   EACH_CASE(check_monotone, 1);
   EXPECT(moe_plan_workspace(NULL, 1) == SIZE_MAX && moe_plan_saved(NULL, 1) == SIZE_MAX, "NULL has a size");
+}
+
+/* dh beside the rows of dx, or beside weight * a before them; the rest is maps and what a product needs of its own. */
+TEST(workspace_is_what_the_widest_moment_needs) {
+  static const int64_t shapes[][4] = {{2048, 768, 128, 8}, {768, 2048, 8, 2}, {2880, 2880, 32, 4}};
+  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+    for (int entry = MOE_ENTRY_HIDDEN; entry <= MOE_ENTRY_IDS; entry++) {
+      moe_context *ctx;
+      moe_plan *plan;
+      moe_config c = MOE_CONFIG_INIT;
+      c.hidden = shapes[i][0], c.inter = shapes[i][1], c.experts = shapes[i][2], c.topk = shapes[i][3];
+      c.act.gated = 1, c.entry = (moe_entry)entry;
+      REQUIRE(moe_context_create(&ctx, MOE_BACKEND_CPU, 1) == MOE_OK, "%s", moe_last_error());
+      REQUIRE(moe_plan_create(&plan, ctx, &c) == MOE_OK, "%s", moe_last_error());
+      const int64_t tokens = 16384, rows = tokens * c.topk;
+      const int64_t columns = 2 * c.inter + (c.hidden > c.inter ? c.hidden : c.inter);
+      const int64_t limit = 2 * rows * columns + rows * 16 + tokens * c.experts * 4 + (4 << 20);
+      const size_t found = moe_plan_workspace(plan, tokens);
+      EXPECT(found <= (size_t)limit, "shape %zu, entry %d: %zu bytes, wanted at most %lld", i, entry, found,
+             (long long)limit);
+      moe_plan_destroy(plan), moe_context_destroy(ctx);
+    }
 }
 
 TEST(describe_and_warmup) {

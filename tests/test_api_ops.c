@@ -28,6 +28,7 @@ VALID(router_loss, .tokens = 4, .experts = 2, .topk = 2, .router = &router, .log
       .logits_dtype = MOE_FP32, .ids = ids, .losses = out, .slopes = more_out)
 VALID(route_backward, .tokens = 4, .experts = 2, .topk = 2, .router = &router, .logits = in,
       .logits_dtype = MOE_FP32, .ids = ids, .dlogits = out, .dlogits_dtype = MOE_FP32)
+VALID(token_mask, .tokens = 4, .token_count = counts, .mask = (uint8_t *)(void *)out)
 VALID(sort, .tokens = 4, .experts = 2, .topk = 2, .ids = ids, .weights = in, .capacity = 3,
       .row_offset = offsets, .row_slot = row_slot, .slot_row = slot_row, .counts = counts)
 VALID(bias_update, .experts = 2, .counts = counts, .rate = 0.5f, .bias = out)
@@ -86,6 +87,11 @@ static moe_context *open_cpu(void) {
     REFUSED(moe_##op(ctx, &a, (moe_stream)(void *)in), ARGUMENT, #op ": stream is given, wanted NULL"); \
     EXPECT(moe_##op##_scratch(NULL, &a) == SIZE_MAX && moe_##op##_scratch(ctx, NULL) == SIZE_MAX,       \
            #op ": NULL has a scratch size");                                                            \
+    a.sm_limit = 3;                                                                                     \
+    REFUSED(moe_##op(ctx, &a, NULL), ARGUMENT, #op ": sm_limit = 3, wanted 0 .. 2");                    \
+    a.sm_limit = 2, a.schedule = (moe_schedule)2;                                                       \
+    REFUSED(moe_##op(ctx, &a, NULL), ARGUMENT, #op ": schedule = 2, wanted 0 .. 1");                    \
+    EXPECT(moe_##op##_scratch(ctx, &a) == SIZE_MAX, #op ": a bad schedule has a scratch size");         \
     a.size = 0;                                                                                         \
     REFUSED(moe_##op(ctx, &a, NULL), ARGUMENT, #op ": args: size = 0, wanted ");                        \
     EXPECT(moe_##op##_scratch(ctx, &a) == SIZE_MAX, #op ": size 0 has a scratch size");                 \

@@ -188,6 +188,16 @@ TEST(bad_backward_calls) {
 }
 
 /* The gradient of a gate that the call does not have, and ids that only the caller can give. */
+TEST(gradients_of_losses_that_are_not_there) {
+  static const _Alignas(16) float dlosses[4] = {1, 1};
+  const struct layer_case *c = &layer_cases[0];
+  struct layer l;
+  OPEN(&l, c, o.seed = 2);
+  RAN(layer_forward(&l), c);
+  BAD_BACKWARD(ARGUMENT, "backward: dlosses is given, wanted NULL", l.backward.dlosses = dlosses);
+  layer_close(&l);
+}
+
 TEST(bad_combinations) {
   const struct layer_case *shared = &layer_cases[1];
   struct layer l;

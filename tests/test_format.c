@@ -6,6 +6,10 @@
  * Idea: the reference builds values with ldexp from sign, exponent and fraction, in double. */
 #include "ops_call.h"
 
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
 static const moe_dtype HALVES[] = {MOE_BF16, MOE_FP16};
 
 /* The value of a code that is no NaN, from the definition of the format. */
@@ -46,6 +50,24 @@ TEST(every_code_decodes_to_its_value_and_back) {
              encode(HALVES[d], v));
     }
 }
+
+#ifdef __SSE__
+/* Programs may have the processor take subnormals for 0, in some of their threads: that must not reach fp16. */
+TEST(fp16_is_the_same_where_subnormals_are_flushed) {
+  static float before[0x10000];
+  for (unsigned code = 0; code < 0x10000; code++) before[code] = decode(MOE_FP16, code);
+  const unsigned csr = _mm_getcsr();
+  _mm_setcsr(csr | 0x8040); /* flush to zero, denormals are zero */
+  unsigned decoded = 0, encoded = 0;
+  for (volatile unsigned code = 0; code <= infinity_of(MOE_FP16); code++) {
+    const float now = decode(MOE_FP16, code);
+    decoded += moe_bits_of(now) != moe_bits_of(before[code]);
+    encoded += encode(MOE_FP16, now) != code;
+  }
+  _mm_setcsr(csr);
+  EXPECT(decoded == 0 && encoded == 0, "%u codes decode and %u encode otherwise", decoded, encoded);
+}
+#endif
 
 /* Between each two neighbours: the tie goes to the even code, and the floats on either side of it to the
  * nearer one. */

@@ -159,6 +159,34 @@ TEST(losses_are_scaled_or_skipped) {
   EACH_CASE(check_loss_scale, c->router.balance != MOE_BALANCE_NONE || c->router.z_coeff > 0);
 }
 
+/* Gradients of the two losses as an array: one of them 30 and the other 0 is a scale of 30 without the other loss. */
+static void check_dlosses(const struct layer_case *c) {
+  static const int ids[] = {DX, DLOGITS, DROUTER_WEIGHT, DROUTER_BIAS};
+  static const _Alignas(16) float dlosses[2][4] = {{30, 0}, {0, 30}};
+  for (int which = 0; which < 2; which++) {
+    struct layer_case other = *c;
+    *(which ? &other.config.router.balance_coeff : &other.config.router.z_coeff) = 0;
+    struct layer array, scale;
+    OPEN(&array, c, o.seed = 10);
+    OPEN(&scale, &other, o.seed = 10);
+    RAN(layer_forward(&array), c);
+    RAN(layer_forward(&scale), c);
+    array.backward.dlosses = dlosses[which];
+    scale.backward.loss_scale = 30;
+    RAN(moe_backward(array.plan, &array.backward, NULL), c);
+    RAN(moe_backward(scale.plan, &scale.backward, NULL), c);
+    for (size_t i = 0; i < sizeof ids / sizeof *ids; i++)
+      for (int64_t j = 0; j < array.array[ids[i]].count; j++)
+        EXPECT(layer_get(&array, ids[i], j) == layer_get(&scale, ids[i], j), "%s: loss %d: %s[%d]: %g and %g",
+               c->name, which, array.array[ids[i]].name, (int)j, layer_get(&array, ids[i], j),
+               layer_get(&scale, ids[i], j));
+    layer_close(&array), layer_close(&scale);
+  }
+}
+TEST(losses_have_gradients) {
+  EACH_CASE(check_dlosses, c->router.balance != MOE_BALANCE_NONE && c->router.z_coeff > 0);
+}
+
 static void check_one_expert(const struct layer_case *c) {
   struct layer l;
   OPEN(&l, c, o.without &= ~BIT(GIVEN_IDS));

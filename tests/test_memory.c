@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What: memory and timers of a context, on the CPU.
+ * What: memory, streams and timers of a context, on the CPU.
  * Idea: bytes that go in come out, blocks do not overlap, every refusal has its sentence. */
 #include <time.h>
 
@@ -59,9 +59,26 @@ TEST(a_timer_measures_a_pause) {
   moe_context_destroy(ctx);
 }
 
+TEST(the_cpu_has_one_stream_and_no_graphs) {
+  moe_context *ctx = cpu();
+  moe_stream stream = (moe_stream)(void *)ctx;
+  moe_graph *graph = (moe_graph *)(void *)ctx;
+  EXPECT(moe_stream_create(ctx, &stream) == MOE_OK && stream == NULL, "%s", moe_last_error());
+  moe_stream_destroy(ctx, stream);
+  EXPECT(moe_graph_begin(ctx, stream) == MOE_ERROR_UNSUPPORTED &&
+             strstr(moe_last_error(), "graph_begin: a context of the cpu back end, wanted one of CUDA") !=
+                 NULL,
+         "says: %s", moe_last_error());
+  EXPECT(moe_graph_end(ctx, stream, &graph) == MOE_ERROR_UNSUPPORTED && graph == NULL, "says: %s",
+         moe_last_error());
+  EXPECT(moe_graph_launches(graph) == 0, "a graph of nothing");
+  moe_graph_destroy(graph);
+  moe_context_destroy(ctx);
+}
+
 TEST(refusals_have_a_sentence) {
   moe_context *ctx = cpu(), *other = cpu();
-  moe_stream stream = (moe_stream)(void *)ctx;
+  moe_stream stream = (moe_stream)(void *)ctx, none;
   moe_timer *a, *b;
   void *memory;
   double us;
@@ -77,6 +94,11 @@ TEST(refusals_have_a_sentence) {
   REFUSED(moe_memory_fill(ctx, NULL, 0, 1), "memory_fill: dst");
   REFUSED(moe_synchronize(ctx, stream), "synchronize: stream");
   REFUSED(moe_synchronize(NULL, NULL), "synchronize: ctx");
+  REFUSED(moe_stream_create(ctx, NULL), "stream_create: out");
+  REFUSED(moe_stream_create(NULL, &none), "stream_create: ctx");
+  REFUSED(moe_graph_begin(NULL, stream), "graph_begin: ctx");
+  REFUSED(moe_graph_end(ctx, stream, NULL), "graph_end: out");
+  REFUSED(moe_graph_launch(NULL, stream), "graph_launch: graph");
   REFUSED(moe_timer_create(ctx, NULL), "timer_create: out");
   REFUSED(moe_timer_record(NULL, NULL), "timer_record: timer");
   REFUSED(moe_timer_record(a, stream), "timer_record: stream");

@@ -34,6 +34,25 @@ static void check_threads(const struct layer_case *narrow) {
 }
 TEST(threads_do_not_change_a_bit) { EACH_CASE(check_threads, 1); }
 
+/* A limit of threads gives a plan the memory, and so the threads, of a context that has no more. */
+static void check_limit(const struct layer_case *c) {
+  struct layer_case limited = *c;
+  limited.config.sm_limit = 1, limited.config.schedule = MOE_SCHEDULE_DYNAMIC;
+  struct layer one, all, limit;
+  OPEN(&one, c, o.tokens = 150, o.threads = 1);
+  OPEN(&all, c, o.tokens = 150, o.threads = 3);
+  OPEN(&limit, &limited, o.tokens = 150, o.threads = 3);
+  EXPECT(limit.array[WORKSPACE].bytes == one.array[WORKSPACE].bytes &&
+             limit.array[WORKSPACE].bytes < all.array[WORKSPACE].bytes,
+         "%s: workspace of %zu bytes, wanted %zu, less than %zu", c->name, limit.array[WORKSPACE].bytes,
+         one.array[WORKSPACE].bytes, all.array[WORKSPACE].bytes);
+  RAN(layer_run(&one), c);
+  RAN(layer_run(&limit), c);
+  SAME(&one, &limit, 0, c, "a limit of threads");
+  layer_close(&one), layer_close(&all), layer_close(&limit);
+}
+TEST(a_limit_of_threads_is_kept) { EACH_CASE(check_limit, 1); }
+
 static void check_old_contents(const struct layer_case *c) {
   struct layer ones, zeros;
   OPEN(&ones, c, o.fill = 0xff);

@@ -6,8 +6,8 @@
  * the clock runs, which is the back end's own. */
 #include "bench.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #include "commands.h"
@@ -17,7 +17,8 @@
 
 enum {
   MOST_REPEATS = 1000,
-  LEAST_REPEATS = 3
+  LEAST_REPEATS = 3,
+  FLUSH_BYTES = 1 << 28 /* several times the cache of any device */
 };
 
 static double now_us(void) {
@@ -31,158 +32,60 @@ static int compare_doubles(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
-static moe_status time_once(const struct bench *bench, bench_call call, void *context, double *us) {
-  moe_status status = moe_timer_record(bench->from, NULL);
+/* On a device the flush makes the caches cold, and keeps it busy until the first launch of the call has come. */
+static moe_status time_once(const struct bench *bench, bench_call call, void *context, double *us,
+                            double *host_us) {
+  moe_status status = bench->apart ? moe_zero(bench->ctx, &bench->flush, bench->stream) : MOE_OK;
+  if (status == MOE_OK) status = moe_timer_record(bench->from, bench->stream);
+  const double start = now_us();
   if (status == MOE_OK) status = call(context);
-  if (status == MOE_OK) status = moe_timer_record(bench->to, NULL);
+  *host_us = now_us() - start;
+  if (status == MOE_OK) status = moe_timer_record(bench->to, bench->stream);
   return status == MOE_OK ? moe_timer_elapsed_us(bench->from, bench->to, us) : status;
 }
 
+/* Sorts. */
+static double median(double *values, int count) {
+  qsort(values, (size_t)count, sizeof *values, compare_doubles);
+  return count % 2 ? values[count / 2] : (values[count / 2 - 1] + values[count / 2]) / 2;
+}
+
 moe_status bench_time(const struct bench *bench, bench_call call, void *context, struct timing *timing) {
-  double times[MOST_REPEATS];
+  double times[MOST_REPEATS], hosts[MOST_REPEATS];
   int count = 0;
   moe_status status = call(context);
-  if (status == MOE_OK) status = moe_synchronize(bench->ctx, NULL);
+  if (status == MOE_OK) status = moe_synchronize(bench->ctx, bench->stream);
   const double start = now_us();
   while (status == MOE_OK && count < (int)bench->repeat) {
     if (count >= LEAST_REPEATS && now_us() - start > bench->seconds * 1e6) break;
-    status = time_once(bench, call, context, &times[count++]);
+    status = time_once(bench, call, context, &times[count], &hosts[count]);
+    count++;
   }
   if (status != MOE_OK) return status;
-  qsort(times, (size_t)count, sizeof *times, compare_doubles);
-  timing->median_us = count % 2 ? times[count / 2] : (times[count / 2 - 1] + times[count / 2]) / 2;
+  timing->median_us = median(times, count);
+  timing->host_us = median(hosts, count);
   timing->spread_pct = 100 * (times[(3 * count) / 4] - times[count / 4]) / timing->median_us;
   return MOE_OK;
 }
 
-/* ---- the report ------------------------------------------------------------------------------------------------ */
+/* ---- one problem ----------------------------------------------------------------------------------------------- */
 
-static const char csv_header[] =
-    "date,commit,problem,pass,impl,time_us,tflops,gbps,pct_of_floor,launches,peak_mib,spread_pct,note\n";
-
-struct rates {
-  double tflops, gbps, pct_of_floor, pct_of_dense;
-  bool compute_bound;
-};
-
-static struct rates rates_of(const struct bench *bench, const struct bench_line *line) {
-  const double compute_us = line->flops / bench->ceilings.flops * 1e6;
-  const double memory_us = line->bytes / bench->ceilings.bytes * 1e6, us = line->time.median_us;
-  return (struct rates){.tflops = line->flops / us * 1e-6,
-                        .gbps = line->bytes / us * 1e-3,
-                        .pct_of_floor = 100 * (compute_us > memory_us ? compute_us : memory_us) / us,
-                        .pct_of_dense = 100 * compute_us / us,
-                        .compute_bound = compute_us > memory_us};
+static int bench_run(struct bench *bench, const char *text, struct sample *sample, struct run *run) {
+  struct load load;
+  if (bench->sweep) return bench_sweep(bench, sample, run);
+  if (!bench->json && !bench->csv) printf("%s\n", text);
+  const int code = bench_layer(bench, text, run, &load);
+  return code == CLI_GO_ON ? bench_ops(bench, text, run, &load) : code;
 }
 
-static void report_json(struct bench *bench, const char *problem, const struct bench_line *line,
-                        const struct rates *r) {
-  struct json *out = &bench->out;
-  json_open(out, NULL, '{');
-  json_text(out, "problem", problem);
-  json_text(out, "pass", line->pass);
-  json_text(out, "impl", line->impl);
-  json_real(out, "time_us", line->time.median_us);
-  json_real(out, "spread_pct", line->time.spread_pct);
-  json_real(out, "tflops", r->tflops);
-  json_real(out, "gbps", r->gbps);
-  json_text(out, "floor", r->compute_bound ? "compute" : "memory");
-  json_real(out, "pct_of_floor", r->pct_of_floor);
-  json_real(out, "pct_of_dense", r->pct_of_dense);
-  json_real(out, "peak_mib", line->peak_mib);
-  json_close(out, '}');
-}
-
-/* The column `launches` is for implementations that can count them, which the library cannot. */
-void bench_report(struct bench *bench, const char *problem, const struct bench_line *line) {
-  const struct rates r = rates_of(bench, line);
-  if (bench->json)
-    report_json(bench, problem, line, &r);
-  else if (bench->csv)
-    printf("%s,%s,%s,%s,%s,%.1f,%.6f,%.3f,%.1f,,%.1f,%.1f,%s floor; pct_of_dense %.1f\n", bench->date,
-           bench->commit, problem, line->pass, line->impl, line->time.median_us, r.tflops, r.gbps,
-           r.pct_of_floor, line->peak_mib, line->time.spread_pct, r.compute_bound ? "compute" : "memory",
-           r.pct_of_dense);
-  else
-    printf(
-        "  %-3s %-14s %12.1f us +-%4.1f%%  %9.2f %s  %7.2f GB/s  %5.1f%% of the %s floor  %5.1f%% of dense\n",
-        line->pass, line->impl, line->time.median_us, line->time.spread_pct / 2,
-        r.tflops >= 1 ? r.tflops : 1000 * r.tflops, r.tflops >= 1 ? "TFLOP/s" : "GFLOP/s", r.gbps,
-        r.pct_of_floor, r.compute_bound ? "compute" : "memory ", r.pct_of_dense);
-  fflush(stdout);
-}
-
-/* ---- the layer ------------------------------------------------------------------------------------------------- */
-
-static struct load load_of(const struct run *run) {
-  const struct problem *p = &run->sample->problem;
-  const int32_t *slot_row = run_data(run, T_SLOT_ROW), *counts = run_data(run, T_COUNTS);
-  const int32_t *offset = run_data(run, T_ROW_OFFSET);
-  struct load load = {0};
-  for (int64_t i = 0; slot_row && i < p->tokens * p->config.topk; i++) load.rows += slot_row[i] >= 0;
-  for (int64_t e = 0; e < p->config.experts; e++)
-    load.experts += (counts ? counts[e] : offset[e + 1] - offset[e]) > 0;
-  if (offset) load.rows = offset[p->config.experts];
-  return load;
-}
-
-/* Forward; backward is twice that. The router is left out, as is usual. */
-static double layer_flops(const struct problem *p, const struct load *load) {
-  const moe_config *c = &p->config;
-  const double products = (double)problem_halves(p) + 1, tokens = (double)p->tokens,
-               hidden = (double)c->hidden;
-  return 2 * products * load->rows * (double)problem_width(p) * (double)c->inter +
-         2 * products * tokens * hidden * (double)c->shared_inter + 4 * tokens * hidden * (double)c->latent;
-}
-
-static double layer_bytes(const struct problem *p, const struct load *load, bool backward) {
-  const moe_config *c = &p->config;
-  const double element = (double)moe_dtype_bytes(c->dtype), halves = (double)problem_halves(p);
-  const double grad = (double)moe_dtype_bytes(c->grad_dtype ? c->grad_dtype : c->dtype);
-  const double width = (double)problem_width(p), hidden = (double)c->hidden, tokens = (double)p->tokens;
-  const double dense = (halves + 1) * (double)c->shared_inter * hidden + 2 * (double)c->latent * hidden;
-  const double expert = (halves + 1) * (double)c->inter * width;
-  const double h = c->recompute ? 0 : load->rows * halves * (double)c->inter;
-  const double read =
-      element * (load->experts * expert + dense + 2 * tokens * hidden + (p->backward ? h : 0));
-  return backward ? read + element * tokens * hidden + grad * ((double)c->experts * expert + dense) : read;
-}
-
-static moe_status call_forward(void *run) { return run_forward(run); }
-static moe_status call_backward(void *run) { return run_backward(run); }
-
-static int bench_layer(struct bench *bench, const char *problem, struct run *run) {
-  const struct problem *p = &run->sample->problem;
-  struct bench_line line = {.impl = "moeblas", .pass = "fwd"};
-  line.peak_mib = (double)(run->workspace_bytes + run->saved_bytes) / (1 << 20);
-  moe_status status = bench_time(bench, call_forward, run, &line.time);
-  if (status == MOE_OK) status = run_fetch_tensor(run, T_SLOT_ROW);
-  if (status == MOE_OK) status = run_fetch_tensor(run, T_COUNTS);
-  if (status != MOE_OK) return cli_fail_status("bench", status);
-  const struct load load = load_of(run);
-  line.flops = layer_flops(p, &load);
-  line.bytes = layer_bytes(p, &load, false);
-  bench_report(bench, problem, &line);
-  if (p->backward) {
-    status = bench_time(bench, call_backward, run, &line.time);
-    if (status != MOE_OK) return cli_fail_status("bench", status);
-    line.pass = "bwd";
-    line.flops *= 2;
-    line.bytes = layer_bytes(p, &load, true);
-    bench_report(bench, problem, &line);
-  }
-  return bench_ops(bench, problem, run, &load);
-}
-
-static int bench_sample(struct bench *bench, const char *text, const struct sample *sample) {
+static int bench_sample(struct bench *bench, const char *text, struct sample *sample) {
   moe_plan *plan = NULL;
   struct run run;
   const moe_status status = moe_plan_create(&plan, bench->ctx, &sample->problem.config);
   if (status != MOE_OK) return cli_fail_status("bench", status);
-  if (!bench->json && !bench->csv) printf("%s\n", text);
   const char *failure = run_open(&run, sample, memory_of(bench->ctx), plan, PLACE_PLAIN, 0);
   const int code =
-      failure ? cli_fail("bench", CLI_IO, "%s: %s", text, failure) : bench_layer(bench, text, &run);
+      failure ? cli_fail("bench", CLI_IO, "%s: %s", text, failure) : bench_run(bench, text, sample, &run);
   run_close(&run);
   moe_plan_destroy(plan);
   return code;
@@ -190,11 +93,13 @@ static int bench_sample(struct bench *bench, const char *text, const struct samp
 
 static int take_problem(void *context, const struct problem *problem) {
   struct bench *bench = context;
+  struct problem largest = *problem;
   struct sample sample;
   char text[PROBLEM_TEXT], error[PROBLEM_ERROR];
-  problem_print(problem, text);
-  if (problem->tokens == 0) return cli_fail("bench", CLI_USAGE, "%s: t = 0 takes no time", text);
-  const int code = sample_make(&sample, problem, error, sizeof error)
+  if (bench->sweep) largest.tokens = bench->sweep_to;
+  bench_problem(&largest, text);
+  if (largest.tokens == 0) return cli_fail("bench", CLI_USAGE, "%s: t = 0 takes no time", text);
+  const int code = sample_make_repeating(&sample, &largest, error, sizeof error)
                        ? bench_sample(bench, text, &sample)
                        : cli_fail("bench", CLI_IO, "%s", error);
   sample_free(&sample);
@@ -203,48 +108,56 @@ static int take_problem(void *context, const struct problem *problem) {
 
 /* ---- the command ----------------------------------------------------------------------------------------------- */
 
-/* The commit of the folder that the tool runs in, so that a line of results can be traced; "unknown" without git. */
-static void stamp(struct bench *bench) {
-  const time_t now = time(NULL);
-  struct tm day;
-  strftime(bench->date, sizeof bench->date, "%Y-%m-%d", gmtime_r(&now, &day));
-  FILE *git = popen("git rev-parse --short HEAD 2>/dev/null", "r");
-  if (git == NULL || fgets(bench->commit, sizeof bench->commit, git) == NULL)
-    strcpy(bench->commit, "unknown");
-  if (git) pclose(git);
-  bench->commit[strcspn(bench->commit, "\n")] = '\0';
+static int run_problems(struct bench *bench, char **arguments, int count) {
+  struct ceilings after;
+  const char *failure = bench_ceilings(bench, &bench->ceilings);
+  if (failure) return cli_fail("bench", CLI_IO, "the ceilings: %s", failure);
+  bench_begin(bench);
+  int code = problem_list("bench", arguments, count, take_problem, bench);
+  if (code == CLI_GO_ON) {
+    failure = bench_ceilings(bench, &after);
+    code = failure ? cli_fail("bench", CLI_IO, "the ceilings: %s", failure) : CLI_GO_ON;
+  }
+  bench_end(bench, code == CLI_GO_ON ? &after : NULL);
+  if (code == CLI_GO_ON) code = bench->cliffs ? CLI_FAILED : CLI_OK;
+  return cli_finish("bench", code);
 }
 
-static void begin(struct bench *bench) {
-  const struct ceilings *c = &bench->ceilings;
-  stamp(bench);
-  if (bench->json) bench->out.stream = stdout;
-  json_open(&bench->out, NULL, '{');
-  json_text(&bench->out, "date", bench->date);
-  json_text(&bench->out, "commit", bench->commit);
-  json_real(&bench->out, "ceiling_gflops", c->flops * 1e-9);
-  json_text(&bench->out, "ceiling_gflops_by", c->flops_by);
-  json_real(&bench->out, "ceiling_gbps", c->bytes * 1e-9);
-  json_text(&bench->out, "ceiling_gbps_by", c->bytes_by);
-  json_open(&bench->out, "lines", '[');
-  if (bench->csv)
-    printf("%s%s,%s,ceiling,,%s,,%.6f,,,,,,\n%s,%s,ceiling,,%s,,,%.3f,,,,,\n", csv_header, bench->date,
-           bench->commit, c->flops_by, c->flops * 1e-12, bench->date, bench->commit, c->bytes_by,
-           c->bytes * 1e-9);
-  if (!bench->json && !bench->csv)
-    printf("ceilings on %d %s: %.1f GFLOP/s (%s), %.1f GB/s (%s)\n", moe_context_units(bench->ctx),
-           moe_context_backend(bench->ctx) == MOE_BACKEND_CPU ? "threads" : "multiprocessors",
-           c->flops * 1e-9, c->flops_by, c->bytes * 1e-9, c->bytes_by);
+/* What a device needs beside the context. Scratch of the flush is none: it only writes. */
+static moe_status open_device(struct bench *bench) {
+  moe_status status = moe_timer_create(bench->ctx, &bench->from);
+  if (status == MOE_OK) status = moe_timer_create(bench->ctx, &bench->to);
+  if (status == MOE_OK) status = moe_stream_create(bench->ctx, &bench->side);
+  bench->apart = memory_of(bench->ctx).apart;
+  bench->flush = (moe_zero_args){.size = sizeof bench->flush, .bytes = bench->apart ? FLUSH_BYTES : 0};
+  if (status == MOE_OK) status = moe_memory_alloc(bench->ctx, bench->flush.bytes, &bench->flush.data);
+  return status;
 }
 
 static int run_bench(struct bench *bench, char **arguments, int count) {
-  const char *failure = bench_ceilings(bench);
-  if (failure) return cli_fail("bench", CLI_IO, "the ceilings: %s", failure);
-  begin(bench);
-  const int code = problem_list("bench", arguments, count, take_problem, bench);
-  json_close(&bench->out, ']');
-  json_close(&bench->out, '}');
-  return cli_finish("bench", code == CLI_GO_ON ? CLI_OK : code);
+  int code = bench_targets_read(bench);
+  if (code == CLI_GO_ON) code = cli_context("bench", bench->backend_name, bench->threads, &bench->ctx);
+  if (code == CLI_GO_ON) {
+    const moe_status status = open_device(bench);
+    code = status == MOE_OK ? run_problems(bench, arguments, count) : cli_fail_status("bench", status);
+  }
+  moe_timer_destroy(bench->from);
+  moe_timer_destroy(bench->to);
+  if (bench->ctx) moe_stream_destroy(bench->ctx, bench->side);
+  if (bench->ctx) moe_memory_free(bench->ctx, bench->flush.data);
+  moe_context_destroy(bench->ctx);
+  free(bench->targets);
+  return code;
+}
+
+/* "t=1..65536" */
+static bool read_sweep(struct bench *bench) {
+  int length = 0;
+  if (bench->sweep == NULL) return true;
+  const int found =
+      sscanf(bench->sweep, "t=%" SCNd64 "..%" SCNd64 "%n", &bench->sweep_from, &bench->sweep_to, &length);
+  return found == 2 && bench->sweep[length] == '\0' && bench->sweep_from >= 1 &&
+         bench->sweep_from < bench->sweep_to && bench->sweep_to <= (int64_t)1 << 24;
 }
 
 int cmd_bench(int argc, char **argv) {
@@ -256,6 +169,12 @@ int cmd_bench(int argc, char **argv) {
       {"--repeat", "N", "timed calls at most (20)", OPTION_INTEGER, &bench.repeat, LEAST_REPEATS,
        MOST_REPEATS},
       {"--seconds", "S", "end after S seconds and 3 calls (2)", OPTION_REAL, &bench.seconds, 0, 3600},
+      {"--unfused", NULL, "each product also without what is fused into it", OPTION_FLAG, &bench.unfused, 0,
+       0},
+      {"--sweep", "t=A..B", "the layer alone, at A to B tokens; fails where more tokens take less time",
+       OPTION_TEXT, &bench.sweep, 0, 0},
+      {"--targets", "FILE", "CSV of what peers measured: prints where we lose first", OPTION_TEXT,
+       &bench.targets_path, 0, 0},
       {"--csv", NULL, "comma-separated values", OPTION_FLAG, &bench.csv, 0, 0},
       {"--json", NULL, "one JSON document on stdout", OPTION_FLAG, &bench.json, 0, 0},
   };
@@ -263,18 +182,12 @@ int cmd_bench(int argc, char **argv) {
       "bench",           PROBLEM_ARGUMENTS, "Times problems against the limits of the machine.",
       problem_list_help, options,           sizeof options / sizeof *options};
   int count;
-  int code = cli_parse(&command, argc, argv, &count);
+  const int code = cli_parse(&command, argc, argv, &count);
   if (code != CLI_GO_ON) return code;
   if (bench.csv && bench.json) return cli_fail("bench", CLI_USAGE, "--csv and --json exclude each other");
   if (count == 0)
     return cli_fail("bench", CLI_USAGE, "wants a problem or @FILE; moeblas bench --help explains them");
-  code = cli_context("bench", bench.backend_name, bench.threads, &bench.ctx);
-  if (code != CLI_GO_ON) return code;
-  moe_status status = moe_timer_create(bench.ctx, &bench.from);
-  if (status == MOE_OK) status = moe_timer_create(bench.ctx, &bench.to);
-  code = status == MOE_OK ? run_bench(&bench, argv + 1, count) : cli_fail_status("bench", status);
-  moe_timer_destroy(bench.from);
-  moe_timer_destroy(bench.to);
-  moe_context_destroy(bench.ctx);
-  return code;
+  if (!read_sweep(&bench))
+    return cli_fail("bench", CLI_USAGE, "--sweep '%s': wants t=A..B with 1 <= A < B <= 2^24", bench.sweep);
+  return run_bench(&bench, argv + 1, count);
 }

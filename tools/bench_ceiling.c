@@ -46,7 +46,8 @@ static moe_status multiply_dense(void *context) {
   return moe_gemm(d->ctx, &d->args, NULL);
 }
 
-static bool measure_dense(struct bench *bench, int64_t side, moe_dtype dtype, const char *name) {
+static bool measure_dense(const struct bench *bench, struct ceilings *ceilings, int64_t side, moe_dtype dtype,
+                          const char *name) {
   const size_t bytes = (size_t)(side * side) * moe_dtype_bytes(dtype);
   struct dense d = {bench->ctx, {.size = sizeof d.args, .rows = side, .n = side, .k = side, .experts = 1}};
   struct timing time;
@@ -59,8 +60,8 @@ static bool measure_dense(struct bench *bench, int64_t side, moe_dtype dtype, co
   good = good && moe_memory_alloc(bench->ctx, d.args.scratch_bytes, &d.args.scratch) == MOE_OK;
   good = good && bench_time(bench, multiply_dense, &d, &time) == MOE_OK;
   const double s = (double)side;
-  if (good) bench->ceilings.flops = 2 * s * s * s / time.median_us * 1e6;
-  bench->ceilings.flops_by = name;
+  if (good) ceilings->flops = 2 * s * s * s / time.median_us * 1e6;
+  ceilings->flops_by = name;
   void *blocks[] = {a, b, d.args.d, d.args.scratch};
   for (int i = 0; i < 4; i++) moe_memory_free(bench->ctx, blocks[i]);
   return good;
@@ -76,15 +77,15 @@ static moe_status copy_block(void *context) {
   return moe_copy(c->ctx, &c->args, NULL);
 }
 
-static bool measure_block_copy(struct bench *bench) {
+static bool measure_block_copy(const struct bench *bench, struct ceilings *ceilings) {
   struct block_copy c = {bench->ctx, {.size = sizeof c.args, .bytes = DEVICE_COPY_BYTES}};
   struct timing time;
   void *from = random_block(bench->ctx, MOE_FP32, DEVICE_COPY_BYTES);
   c.args.src = from;
   const bool good = from && moe_memory_alloc(bench->ctx, DEVICE_COPY_BYTES, &c.args.dst) == MOE_OK &&
                     bench_time(bench, copy_block, &c, &time) == MOE_OK;
-  if (good) bench->ceilings.bytes = 2.0 * DEVICE_COPY_BYTES / time.median_us * 1e6;
-  bench->ceilings.bytes_by = "moe_copy within the device";
+  if (good) ceilings->bytes = 2.0 * DEVICE_COPY_BYTES / time.median_us * 1e6;
+  ceilings->bytes_by = "moe_copy within the device";
   moe_memory_free(bench->ctx, from);
   moe_memory_free(bench->ctx, c.args.dst);
   return good;
@@ -118,7 +119,7 @@ static moe_status multiply(void *context) {
   }
   return MOE_OK;
 }
-static bool measure_product(struct bench *bench) {
+static bool measure_product(const struct bench *bench, struct ceilings *ceilings) {
   struct product product = {.threads = moe_context_units(bench->ctx)}, *p = &product;
   const size_t count = (size_t)SIDE * SIDE;
   struct timing time;
@@ -131,16 +132,16 @@ static bool measure_product(struct bench *bench) {
     p->b[i] = (float)(i % 1019) / 1019 - 0.5f;
   }
   good = good && bench_time(bench, multiply, p, &time) == MOE_OK;
-  if (good) bench->ceilings.flops = 2.0 * SIDE * SIDE * SIDE / time.median_us * 1e6;
-  bench->ceilings.flops_by = "OpenBLAS sgemm";
+  if (good) ceilings->flops = 2.0 * SIDE * SIDE * SIDE / time.median_us * 1e6;
+  ceilings->flops_by = "OpenBLAS sgemm";
   free(p->a);
   free(p->b);
   free(p->c);
   return good;
 }
 #else
-static bool measure_product(struct bench *bench) {
-  return measure_dense(bench, SIDE, MOE_FP32, "dense fp32 moe_gemm 2048^3");
+static bool measure_product(const struct bench *bench, struct ceilings *ceilings) {
+  return measure_dense(bench, ceilings, SIDE, MOE_FP32, "dense fp32 moe_gemm 2048^3");
 }
 #endif
 
@@ -157,7 +158,7 @@ static moe_status copy_slices(void *context) {
   return MOE_OK;
 }
 
-static bool measure_copy(struct bench *bench) {
+static bool measure_copy(const struct bench *bench, struct ceilings *ceilings) {
   struct copy copy = {.threads = moe_context_units(bench->ctx)}, *c = &copy;
   struct timing time;
   c->from = malloc(COPY_BYTES);
@@ -165,18 +166,18 @@ static bool measure_copy(struct bench *bench) {
   bool good = c->from && c->to;
   if (good) memset(c->from, 1, COPY_BYTES); /* untouched pages all map to one of zeros */
   good = good && bench_time(bench, copy_slices, c, &time) == MOE_OK;
-  if (good) bench->ceilings.bytes = 2.0 * COPY_BYTES / time.median_us * 1e6;
-  bench->ceilings.bytes_by = "memcpy";
+  if (good) ceilings->bytes = 2.0 * COPY_BYTES / time.median_us * 1e6;
+  ceilings->bytes_by = "memcpy";
   free(c->from);
   free(c->to);
   return good;
 }
 
-const char *bench_ceilings(struct bench *bench) {
+const char *bench_ceilings(const struct bench *bench, struct ceilings *ceilings) {
   if (moe_context_backend(bench->ctx) == MOE_BACKEND_CPU)
-    return measure_product(bench) && measure_copy(bench) ? NULL : "memory was short";
-  return measure_dense(bench, DEVICE_SIDE, MOE_BF16, "dense bf16 moe_gemm 8192^3") &&
-                 measure_block_copy(bench)
+    return measure_product(bench, ceilings) && measure_copy(bench, ceilings) ? NULL : "memory was short";
+  return measure_dense(bench, ceilings, DEVICE_SIDE, MOE_BF16, "dense bf16 moe_gemm 8192^3") &&
+                 measure_block_copy(bench, ceilings)
              ? NULL
              : moe_last_error();
 }

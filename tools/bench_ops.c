@@ -216,6 +216,41 @@ static int time_router_backward(struct ops *o) {
   return CLI_GO_ON;
 }
 
+/* ---- without fusion -------------------------------------------------------------------------------------------- */
+
+/* The products once more, each without one thing that is fused into it: the epilogue of up and dact, the gathering of rows
+ * that up does; and the gradient of W1 added to fp32. */
+static int time_unfused(struct ops *o) {
+  const moe_config *c = o->c;
+  const int64_t inter = c->inter, columns = o->columns, width = o->width;
+  const double wide = weight_bytes(o, columns, width) + row_bytes(o, columns);
+  const double grad = 8 * (double)c->experts * (double)columns * (double)width;
+  TIME(o, "fwd", "up plain", gemm, row_flops(o, columns, width), wide + token_bytes(o), .rows = o->rows,
+       .n = columns, .k = width, .experts = c->experts, .row_offset = o->row_offset, .row_slot = o->row_slot,
+       .gather_topk = c->topk, .a = run_block(o->run, T_X), .a_dtype = c->dtype, .b = run_block(o->run, T_W1),
+       .b_dtype = c->dtype, .b_kn = c->transposed, .d = o->h, .d_dtype = c->dtype);
+  TIME(o, "fwd", "up rows", gemm, row_flops(o, columns, width), wide + row_bytes(o, width + inter),
+       .rows = o->rows, .n = columns, .k = width, .experts = c->experts, .row_offset = o->row_offset,
+       .row_slot = o->row_slot, .a = o->y, .a_dtype = c->dtype, .b = run_block(o->run, T_W1),
+       .b_dtype = c->dtype, .b_kn = c->transposed, .epilogue = MOE_EPILOGUE_ACT, .d = o->a,
+       .d_dtype = c->dtype, .act = &c->act, .h = o->h);
+  if (!o->p->backward) return CLI_GO_ON;
+  TIME(o, "bwd", "dact plain", gemm, row_flops(o, inter, width),
+       weight_bytes(o, inter, width) + token_bytes(o) + row_bytes(o, inter), .rows = o->rows, .n = inter,
+       .k = width, .experts = c->experts, .row_offset = o->row_offset, .row_slot = o->row_slot,
+       .gather_topk = c->topk, .a = run_block(o->run, T_DOUT), .a_dtype = c->dtype,
+       .b = run_block(o->run, T_W2), .b_dtype = c->dtype, .b_kn = !c->transposed, .d = o->wa,
+       .d_dtype = c->dtype);
+  float *d = take(o, c->experts * columns * width, sizeof *d);
+  if (o->failed) return cli_fail("bench", CLI_IO, "%s: %s", o->problem, moe_last_error());
+  TIME(o, "bwd", "dw1 += fp32", wgrad, row_flops(o, columns, width),
+       grad + token_bytes(o) + row_bytes(o, columns), .rows = o->rows, .m = columns, .n = width,
+       .experts = c->experts, .row_offset = o->row_offset, .row_slot = o->row_slot, .a = o->dh,
+       .a_dtype = c->dtype, .b = run_block(o->run, T_X), .b_dtype = c->dtype, .b_gather_topk = c->topk,
+       .d = d, .d_dtype = MOE_FP32, .accumulate = 1);
+  return CLI_GO_ON;
+}
+
 /* ---- all of them ----------------------------------------------------------------------------------------------- */
 
 static void take_buffers(struct ops *o) {
@@ -246,6 +281,7 @@ static int time_all(struct ops *o) {
                                         time_router_backward};
   int code = CLI_GO_ON;
   for (int i = 0; i < (o->p->backward ? 5 : 3) && code == CLI_GO_ON; i++) code = steps[i](o);
+  if (code == CLI_GO_ON && o->bench->unfused) code = time_unfused(o);
   return code;
 }
 

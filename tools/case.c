@@ -372,7 +372,7 @@ moe_status run_forward(struct run *run) {
   args.saved_bytes = run->saved_bytes;
   args.workspace = run_block(run, T_WORKSPACE);
   args.workspace_bytes = run->workspace_bytes;
-  return moe_forward(run->plan, &args, NULL);
+  return moe_forward(run->plan, &args, run->stream);
 }
 
 static moe_param_grads grads_of(const struct run *run) {
@@ -412,5 +412,5 @@ moe_status run_backward(struct run *run) {
   args.dtopk_weights = run_block(run, T_DTOPK_WEIGHTS);
   args.grads = &grads;
   args.accumulate = run->sample->problem.accumulate;
-  return moe_backward(run->plan, &args, NULL);
+  return moe_backward(run->plan, &args, run->stream);
 }

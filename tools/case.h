@@ -96,6 +96,7 @@ void element_store(void *array, int element, int64_t i, double value);
 
 struct sample {
   struct problem problem;
+  int64_t period; /* normal numbers repeat after so many */
   struct shape shape[T_COUNT];
   void *
       data[T_COUNT]; /* inputs; with `accumulate` also what the parameter gradients are added to. Else NULL */
@@ -103,6 +104,9 @@ struct sample {
 
 /* False with a sentence if memory is short or the skew file is bad; sample_free is due in either case. */
 bool sample_make(struct sample *sample, const struct problem *problem, char *error, size_t bytes);
+/* The same, but normal numbers repeat after some four millions, a prime so that no two rows are alike: for timing, where
+ * drawing the weights of a large layer would take longer than the measurement. */
+bool sample_make_repeating(struct sample *sample, const struct problem *problem, char *error, size_t bytes);
 void sample_free(struct sample *sample);
 
 /* ---- one call -------------------------------------------------------------------------------------------------- */
@@ -139,7 +143,8 @@ struct run {
   struct span span[T_COUNT];
   size_t saved_bytes; /* as told to the library; the caller may lie about them */
   size_t workspace_bytes;
-  bool keep; /* forward leaves `saved` for backward */
+  bool keep;         /* forward leaves `saved` for backward */
+  moe_stream stream; /* of the two calls; NULL after run_open */
 };
 
 /* Makes the buffers: inputs copied (plain: borrowed), results, saved and workspace filled with `poison`. NULL, or why they

@@ -17,8 +17,9 @@
 #include "case.h"
 
 enum {
-  LOWEST = -16
-}; /* log share of an expert that nobody shall choose: e^-16, far outside the spread of unit logits */
+  LOWEST = -16, /* log share of an expert that nobody shall choose, far outside the spread of unit logits */
+  PERIOD = 4194301 /* of repeating samples */
+};
 
 /* ---- random numbers -------------------------------------------------------------------------------------------- */
 
@@ -46,9 +47,17 @@ static void fill_normal(struct sample *s, enum tensor id, double scale) {
   const struct shape *shape = &s->shape[id];
   const uint64_t from = stream(s, (int)id);
   const int64_t count = s->data[id] ? shape_count(shape) : 0;
+  const int64_t drawn = count < s->period ? count : s->period, repeats = drawn ? (count - 1) / drawn : 0;
+  const size_t element = element_bytes(shape->element), bytes = (size_t)drawn * element;
 #pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < count; i++)
+  for (int64_t i = 0; i < drawn; i++)
     element_store(s->data[id], shape->element, i, scale * (double)normal(word(from, i)));
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 1; i <= repeats; i++) {
+    const int64_t rest = count - i * drawn;
+    memcpy((char *)s->data[id] + (size_t)i * bytes, s->data[id],
+           rest < drawn ? (size_t)rest * element : bytes);
+  }
 }
 
 /* ---- shares of the experts ------------------------------------------------------------------------------------- */
@@ -203,9 +212,9 @@ static void fill(struct sample *s, const double *log_share) {
   if (s->data[T_ROW_OFFSET]) draw_offsets(s, log_share);
 }
 
-bool sample_make(struct sample *s, const struct problem *problem, char *error, size_t bytes) {
+static bool make(struct sample *s, const struct problem *problem, int64_t period, char *error, size_t bytes) {
   double log_share[MOE_MAX_EXPERTS];
-  *s = (struct sample){.problem = *problem};
+  *s = (struct sample){.problem = *problem, .period = period};
   if (!log_shares(problem, log_share, error, bytes)) return false;
   for (int i = 0; i < T_SAVED; i++) {
     const enum tensor id = (enum tensor)i;
@@ -221,6 +230,14 @@ bool sample_make(struct sample *s, const struct problem *problem, char *error, s
   }
   fill(s, log_share);
   return true;
+}
+
+bool sample_make(struct sample *s, const struct problem *problem, char *error, size_t bytes) {
+  return make(s, problem, INT64_MAX, error, bytes);
+}
+
+bool sample_make_repeating(struct sample *s, const struct problem *problem, char *error, size_t bytes) {
+  return make(s, problem, PERIOD, error, bytes);
 }
 
 void sample_free(struct sample *s) {

@@ -2,14 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Installs the Debian packages that a target of the Makefile needs and that are missing: `tools/deps.sh train` what the
-# library and the tool need, `tools/deps.sh test` everything. Says nothing when all are there.
+# library and the tool need, `tools/deps.sh wheel` what the Python package needs, `tools/deps.sh test` everything. Says
+# nothing when all are there.
 set -eu
 
+what=${1:-test}
 packages="gcc libc6-dev libcjson-dev"
 commands="gcc ar"
-if [ "${1:-test}" = test ]; then
-  packages="$packages g++ binutils libopenblas-serial-dev clang-format cmake pkg-config python3"
-  commands="$commands g++ nm readelf clang-format cmake pkg-config python3"
+modules=
+if [ "$what" = test ]; then
+  packages="$packages g++ libopenblas-serial-dev clang-format cmake pkg-config"
+  packages="$packages python3-venv python3-numpy python3-pytest python3-pyflakes"
+  commands="$commands g++ clang-format cmake pkg-config"
+  modules="venv ensurepip numpy pytest pyflakes"
+fi
+if [ "$what" = test ] || [ "$what" = wheel ]; then
+  packages="$packages binutils python3 python3-pip python3-setuptools python3-wheel"
+  commands="$commands nm readelf python3"
+  modules="$modules pip setuptools wheel"
 fi
 
 missing=
@@ -23,6 +33,9 @@ fi
 absent=
 for command in $commands; do
   command -v "$command" >/dev/null || absent="$absent $command"
+done
+for module in $modules; do
+  "${PYTHON:-python3}" -c "import $module" 2>/dev/null || absent="$absent $module (Python)"
 done
 echo '#include <cjson/cJSON.h>' | gcc -E - >/dev/null 2>&1 || absent="$absent cjson/cJSON.h"
 [ -n "$absent" ] || exit 0

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * moeblas info: what this build and this machine can do, and the presets. */
+ * moeblas info: what this build and this machine can do, the presets, and what a plan would need. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -133,16 +133,63 @@ static int info_build(struct json *json) {
   return cli_finish("info", CLI_OK);
 }
 
+/* ---- the plan of a problem ------------------------------------------------------------------------------------- */
+
+/* max(R H, 3 R F) elements: what the transient workspace is meant to need beside the maps. */
+static int64_t workspace_aim(const struct problem *p) {
+  const moe_config *c = &p->config;
+  const int64_t rows = p->tokens * c->topk, width = problem_width(p);
+  return rows * (width > 3 * c->inter ? width : 3 * c->inter) * (int64_t)moe_dtype_bytes(c->dtype);
+}
+
+static int print_plan(struct json *json, const struct problem *p, const moe_plan *plan) {
+  char text[2048], problem[PROBLEM_TEXT];
+  const size_t length = moe_plan_describe(plan, p->tokens, text, sizeof text);
+  if (length >= sizeof text) return cli_fail("info", CLI_IO, "the description takes %zu bytes", length);
+  problem_print(p, problem);
+  json_open(json, NULL, '{');
+  json_text(json, "problem", problem);
+  json_text(json, "plan", text);
+  json_integer(json, "workspace_bytes", (int64_t)moe_plan_workspace(plan, p->tokens));
+  json_integer(json, "saved_bytes", (int64_t)moe_plan_saved(plan, p->tokens));
+  json_integer(json, "workspace_aim_bytes", workspace_aim(p));
+  json_close(json, '}');
+  if (json->stream == NULL)
+    printf("problem    %s\n%saim        %lld bytes of workspace, max(R H, 3 R F) elements, and the maps\n",
+           problem, text, (long long)workspace_aim(p));
+  return cli_finish("info", CLI_OK);
+}
+
+static int info_plan(struct json *json, const char *text, const char *backend) {
+  struct problem problem;
+  moe_context *ctx = NULL;
+  moe_plan *plan = NULL;
+  char error[PROBLEM_ERROR];
+  if (!problem_parse(text, &problem, error, sizeof error)) return cli_fail("info", CLI_USAGE, "%s", error);
+  int code = cli_context("info", backend, 0, &ctx);
+  if (code != CLI_GO_ON) return code;
+  const moe_status status = moe_plan_create(&plan, ctx, &problem.config);
+  code = status == MOE_OK ? print_plan(json, &problem, plan) : cli_fail_status("info", status);
+  moe_plan_destroy(plan);
+  moe_context_destroy(ctx);
+  return code;
+}
+
 int cmd_info(int argc, char **argv) {
   bool as_json = false, presets = false;
+  const char *plan = NULL, *backend = "auto";
   const struct option options[] = {
       {"--presets", NULL, "the layers of published models, as problems", OPTION_FLAG, &presets, 0, 0},
+      {"--plan", "PROBLEM", "what a layer would do: its choices and its memory", OPTION_TEXT, &plan, 0, 0},
+      {"--backend", "NAME", "of --plan: auto, cpu or cuda", OPTION_TEXT, &backend, 0, 0},
       {"--json", NULL, "one JSON document on stdout", OPTION_FLAG, &as_json, 0, 0}};
   const struct command command = {"info", NULL,    "Says what this build and this machine can do.",
-                                  NULL,   options, 2};
+                                  NULL,   options, sizeof options / sizeof *options};
   int count;
   const int code = cli_parse(&command, argc, argv, &count);
   if (code != CLI_GO_ON) return code;
   struct json json = {.stream = as_json ? stdout : NULL};
+  if (plan && presets) return cli_fail("info", CLI_USAGE, "--plan and --presets exclude each other");
+  if (plan) return info_plan(&json, plan, backend);
   return presets ? info_presets(&json) : info_build(&json);
 }

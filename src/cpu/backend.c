@@ -33,6 +33,24 @@ static moe_status warmup(moe_context *ctx, const moe_config *config, moe_stream 
   return MOE_OK;
 }
 
+/* A limit is a context of fewer threads. */
+#define MOE_OP(name)                                                                                 \
+  static moe_context limited_##name(const moe_context *ctx, const moe_##name##_args *args) {         \
+    moe_context limited = *ctx;                                                                      \
+    if (args->sm_limit > 0) limited.units = (int)args->sm_limit;                                     \
+    return limited;                                                                                  \
+  }                                                                                                  \
+  static size_t scratch_##name(const moe_context *ctx, const moe_##name##_args *args) {              \
+    const moe_context limited = limited_##name(ctx, args);                                           \
+    return moe_cpu_##name##_scratch(&limited, args);                                                 \
+  }                                                                                                  \
+  static moe_status run_##name(moe_context *ctx, const moe_##name##_args *args, moe_stream stream) { \
+    moe_context limited = limited_##name(ctx, args);                                                 \
+    return moe_cpu_##name(&limited, args, stream);                                                   \
+  }
+#include "../ops.def"
+#undef MOE_OP
+
 const struct backend moe_cpu_backend = {
     .id = MOE_BACKEND_CPU,
     .name = "cpu",
@@ -46,11 +64,13 @@ const struct backend moe_cpu_backend = {
     .memory_copy = moe_cpu_memory_copy,
     .memory_fill = moe_cpu_memory_fill,
     .synchronize = moe_cpu_synchronize,
+    .stream_create = moe_cpu_stream_create,
+    .stream_destroy = moe_cpu_stream_destroy,
     .event_create = moe_cpu_event_create,
     .event_record = moe_cpu_event_record,
     .event_elapsed_us = moe_cpu_event_elapsed_us,
     .event_destroy = moe_cpu_event_destroy,
-#define MOE_OP(name) .name = moe_cpu_##name, .name##_scratch = moe_cpu_##name##_scratch,
+#define MOE_OP(name) .name = run_##name, .name##_scratch = scratch_##name,
 #include "../ops.def"
 #undef MOE_OP
 };

@@ -19,6 +19,8 @@ void moe_cpu_memory_free(moe_context *ctx, void *memory);
 moe_status moe_cpu_memory_copy(moe_context *ctx, void *dst, const void *src, size_t bytes);
 moe_status moe_cpu_memory_fill(moe_context *ctx, void *dst, int byte, size_t bytes);
 moe_status moe_cpu_synchronize(moe_context *ctx, moe_stream stream);
+moe_status moe_cpu_stream_create(moe_context *ctx, moe_stream *out);
+void moe_cpu_stream_destroy(moe_context *ctx, moe_stream stream);
 moe_status moe_cpu_event_create(moe_context *ctx, void **event);
 moe_status moe_cpu_event_record(moe_context *ctx, void *event, moe_stream stream);
 moe_status moe_cpu_event_elapsed_us(moe_context *ctx, void *from, void *to, double *out);

@@ -44,6 +44,14 @@ moe_status moe_cpu_synchronize(moe_context *ctx, moe_stream stream) {
   return MOE_OK;
 }
 
+moe_status moe_cpu_stream_create(moe_context *ctx, moe_stream *out) {
+  (void)ctx;
+  *out = NULL;
+  return MOE_OK;
+}
+
+void moe_cpu_stream_destroy(moe_context *ctx, moe_stream stream) { (void)ctx, (void)stream; }
+
 moe_status moe_cpu_event_create(moe_context *ctx, void **event) {
   (void)ctx;
   *event = moe_host_alloc(sizeof(struct timespec));

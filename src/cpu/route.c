@@ -242,6 +242,10 @@ static void through_slot_softmax(const int32_t *ids, const float *score, const d
     if (score[j] > 0) d[ids[j]] += (float)(score[j] * (dscore[j] - mean));
 }
 
+static double dloss(const moe_route_backward_args *args, int which) {
+  return args->dlosses ? args->dlosses[which] : 1;
+}
+
 static void backward_token(const moe_route_backward_args *args, int64_t t, const struct work *w, float *d) {
   const moe_router_desc *router = args->router;
   const int64_t experts = args->experts, topk = args->topk;
@@ -264,12 +268,13 @@ static void backward_token(const moe_route_backward_args *args, int64_t t, const
     for (int64_t j = 0; j < topk && !over_slots; j++)
       if (ids[j] >= 0 && ids[j] < experts) d[ids[j]] += (float)dscore[j];
   }
-  if (slopes != NULL) add_balance(router, slopes, loss_scale, w->score, experts, d);
+  if (slopes != NULL) add_balance(router, slopes, loss_scale * dloss(args, 0), w->score, experts, d);
   through_score(router, w, experts, d);
   if (args->dweights != NULL && over_slots) through_slot_softmax(ids, score, dscore, topk, d);
   if (slopes != NULL && slopes[experts] != 0) {
     if (score_is_elementwise(router->score)) logsumexp = score_softmax(w->score, w->z, experts);
-    const double slope = logsumexp == -INFINITY ? 0 : loss_scale * slopes[experts] * logsumexp;
+    const double slope =
+        logsumexp == -INFINITY ? 0 : loss_scale * dloss(args, 1) * slopes[experts] * logsumexp;
     for (int64_t e = 0; e < experts; e++) d[e] += (float)(slope * w->score[e]);
   }
   for (int64_t e = 0; e < experts; e++) d[e] = w->z[e] == -INFINITY ? 0 : d[e];

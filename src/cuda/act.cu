@@ -27,12 +27,12 @@ struct eight_place {
   bool contiguous, vector;
 };
 
-__device__ __forceinline__ eight_place place_at(const act_params &p, int64_t i) {
-  const int64_t pieces = CEIL_DIV(p.inter, EIGHT), r = i / pieces, f = (i - r * pieces) * EIGHT;
+__device__ __forceinline__ eight_place place_at(const act_params &p, const walk &w) {
+  const int64_t f = (int64_t)w.piece * EIGHT;
   const bool interleaved = p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED;
   const bool vector = aligned_rows(p.h, p.dtype, p.inter) && (p.dh == nullptr || aligned_16(p.dh));
-  return {r * p.inter * (p.act.gated ? 2 : 1), f, p.inter - f, !interleaved || p.act.interleave % EIGHT == 0,
-          vector};
+  return {w.row * p.inter * (p.act.gated ? 2 : 1), f, p.inter - f,
+          !interleaved || p.act.interleave % EIGHT == 0, vector};
 }
 
 __device__ __forceinline__ int64_t gate_at(const act_params &p, const eight_place &at, int64_t f) {
@@ -59,12 +59,12 @@ __device__ __forceinline__ void store_half(const float *v, const act_params &p, 
 }
 
 /* The loop stays a loop, so that the switch over activations is expanded once. */
-static __global__ void act_kernel(const __grid_constant__ act_params p) {
-  const int64_t pieces = CEIL_DIV(p.inter, EIGHT),
-                distance = p.act.gated ? moe_up_distance(&p.act, p.inter) : 0;
+static __global__ void __launch_bounds__(1024, 1) act_kernel(const __grid_constant__ act_params p) {
+  const int64_t distance = p.act.gated ? moe_up_distance(&p.act, p.inter) : 0;
   const bool a_vector = aligned_rows(p.a, p.dtype, p.inter);
-  for (int64_t i = grid_thread(); i < p.rows * pieces; i += grid_threads()) {
-    const eight_place at = place_at(p, i);
+  walk w = walk_from(grid_thread(), grid_threads(), (int)CEIL_DIV(p.inter, EIGHT));
+  for (; w.row < p.rows; walk_on(&w)) {
+    const eight_place at = place_at(p, w);
     float gate[EIGHT], up[EIGHT], a[EIGHT];
     load_half(gate, p, at, 0);
     if (p.act.gated) load_half(up, p, at, distance);
@@ -73,20 +73,20 @@ static __global__ void act_kernel(const __grid_constant__ act_params p) {
       a[j] = moe_act_gate(&p.act, gate[j]);
       if (p.act.gated) a[j] *= moe_act_up(&p.act, up[j]);
     }
-    store_eight(p.a, p.dtype, i / pieces * p.inter + at.element, a, at.count, a_vector);
+    store_eight(p.a, p.dtype, w.row * p.inter + at.element, a, at.count, a_vector);
   }
 }
 
-static __global__ void act_backward_kernel(const __grid_constant__ act_params p) {
-  const int64_t pieces = CEIL_DIV(p.inter, EIGHT),
-                distance = p.act.gated ? moe_up_distance(&p.act, p.inter) : 0;
+static __global__ void __launch_bounds__(1024, 1) act_backward_kernel(const __grid_constant__ act_params p) {
+  const int64_t distance = p.act.gated ? moe_up_distance(&p.act, p.inter) : 0;
   const bool da_vector = aligned_rows(p.da, p.dtype, p.inter);
-  for (int64_t i = grid_thread(); i < p.rows * pieces; i += grid_threads()) {
-    const eight_place at = place_at(p, i);
+  walk w = walk_from(grid_thread(), grid_threads(), (int)CEIL_DIV(p.inter, EIGHT));
+  for (; w.row < p.rows; walk_on(&w)) {
+    const eight_place at = place_at(p, w);
     float gate[EIGHT], up[EIGHT], da[EIGHT];
     load_half(gate, p, at, 0);
     if (p.act.gated) load_half(up, p, at, distance);
-    load_eight(da, p.da, p.dtype, i / pieces * p.inter + at.element, at.count, da_vector);
+    load_eight(da, p.da, p.dtype, w.row * p.inter + at.element, at.count, da_vector);
 #pragma unroll
     for (int j = 0; j < EIGHT; j++) {
       const float slope = moe_act_dgate(&p.act, gate[j]);
@@ -103,15 +103,18 @@ static __global__ void act_backward_kernel(const __grid_constant__ act_params p)
   }
 }
 
+static struct cuda_grid grid_of(const moe_context *ctx, int64_t sm_limit, int64_t rows, int64_t inter) {
+  return grid_of_warps(moe_cuda_units(ctx, sm_limit), CEIL_DIV(rows * CEIL_DIV(inter, EIGHT), 32), 32);
+}
+
 size_t moe_cuda_act_scratch(const moe_context *ctx, const moe_act_args *args) {
   (void)ctx, (void)args;
   return 0;
 }
 
 moe_status moe_cuda_act(moe_context *ctx, const moe_act_args *args, moe_stream stream) {
-  (void)ctx;
   const act_params p = {*args->act, args->rows, args->inter, args->h, nullptr, args->a, nullptr, args->dtype};
-  return launch("act", act_kernel, grid_over(args->rows * CEIL_DIV(args->inter, EIGHT)), p, stream);
+  return launch("act", act_kernel, grid_of(ctx, args->sm_limit, args->rows, args->inter), p, stream);
 }
 
 size_t moe_cuda_act_backward_scratch(const moe_context *ctx, const moe_act_backward_args *args) {
@@ -120,10 +123,9 @@ size_t moe_cuda_act_backward_scratch(const moe_context *ctx, const moe_act_backw
 }
 
 moe_status moe_cuda_act_backward(moe_context *ctx, const moe_act_backward_args *args, moe_stream stream) {
-  (void)ctx;
   const act_params p = {*args->act, args->rows, args->inter, args->h,
                         args->da,   nullptr,    args->dh,    args->dtype};
-  return launch("act_backward", act_backward_kernel, grid_over(args->rows * CEIL_DIV(args->inter, EIGHT)), p,
+  return launch("act_backward", act_backward_kernel, grid_of(ctx, args->sm_limit, args->rows, args->inter), p,
                 stream);
 }
 

@@ -19,13 +19,25 @@ static moe_status supports(const moe_context *ctx, const moe_config *config) {
   return MOE_OK;
 }
 
-static moe_status warmup(moe_context *ctx, const moe_config *config, moe_stream stream) {
-  (void)config, (void)stream;
-  TRY(moe_cuda_enter("warmup", ctx));
+static moe_status load_kernels(void) {
 #define LOAD(file) TRY(moe_cuda_load_##file());
   CUDA_KERNEL_FILES(LOAD)
 #undef LOAD
-  return moe_cuda_load_wgmma ? moe_cuda_load_wgmma() : MOE_OK;
+  return MOE_OK;
+}
+
+/* All at once here, so that no run call, captured or timed, meets a first launch. */
+static moe_status open_cuda(moe_context *ctx, int device) {
+  TRY(moe_cuda_open(ctx, device));
+  const moe_status status = load_kernels();
+  if (status != MOE_OK) moe_cuda_close(ctx);
+  return status;
+}
+
+static moe_status warmup(moe_context *ctx, const moe_config *config, moe_stream stream) {
+  (void)config, (void)stream;
+  TRY(moe_cuda_enter("warmup", ctx));
+  return load_kernels();
 }
 
 /* ---- which product: the tensor cores where they can, else the general kernel -------------------------------------- */
@@ -35,31 +47,29 @@ static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 /* What fits may depend on addresses, so scratch is enough for either. */
 size_t moe_cuda_gemm_scratch(const moe_context *ctx, const moe_gemm_args *args) {
   (void)ctx;
-  const size_t wgmma = moe_cuda_wgmma_gemm_scratch ? moe_cuda_wgmma_gemm_scratch(args) : 0;
-  return larger(wgmma, moe_cuda_simt_gemm_scratch(args));
+  return larger(moe_cuda_wgmma_gemm_scratch(args), moe_cuda_simt_gemm_scratch(args));
 }
 
 moe_status moe_cuda_gemm(moe_context *ctx, const moe_gemm_args *args, moe_stream stream) {
-  const bool fits = moe_cuda_wgmma_gemm_fits && moe_cuda_wgmma_gemm_fits(args);
-  return fits ? moe_cuda_wgmma_gemm(ctx, args, stream) : moe_cuda_simt_gemm(ctx, args, stream);
+  return moe_cuda_wgmma_gemm_fits(args) ? moe_cuda_wgmma_gemm(ctx, args, stream)
+                                        : moe_cuda_simt_gemm(ctx, args, stream);
 }
 
 size_t moe_cuda_wgrad_scratch(const moe_context *ctx, const moe_wgrad_args *args) {
   (void)ctx;
-  const size_t wgmma = moe_cuda_wgmma_wgrad_scratch ? moe_cuda_wgmma_wgrad_scratch(args) : 0;
-  return larger(wgmma, moe_cuda_simt_wgrad_scratch(args));
+  return larger(moe_cuda_wgmma_wgrad_scratch(args), moe_cuda_simt_wgrad_scratch(args));
 }
 
 moe_status moe_cuda_wgrad(moe_context *ctx, const moe_wgrad_args *args, moe_stream stream) {
-  const bool fits = moe_cuda_wgmma_wgrad_fits && moe_cuda_wgmma_wgrad_fits(args);
-  return fits ? moe_cuda_wgmma_wgrad(ctx, args, stream) : moe_cuda_simt_wgrad(ctx, args, stream);
+  return moe_cuda_wgmma_wgrad_fits(args) ? moe_cuda_wgmma_wgrad(ctx, args, stream)
+                                         : moe_cuda_simt_wgrad(ctx, args, stream);
 }
 
 const struct backend moe_cuda_backend = {
     .id = MOE_BACKEND_CUDA,
     .name = "cuda",
     .available = moe_cuda_available,
-    .open = moe_cuda_open,
+    .open = open_cuda,
     .close = moe_cuda_close,
     .supports = supports,
     .warmup = warmup,
@@ -68,6 +78,12 @@ const struct backend moe_cuda_backend = {
     .memory_copy = moe_cuda_memory_copy,
     .memory_fill = moe_cuda_memory_fill,
     .synchronize = moe_cuda_synchronize,
+    .stream_create = moe_cuda_stream_create,
+    .stream_destroy = moe_cuda_stream_destroy,
+    .graph_begin = moe_cuda_graph_begin,
+    .graph_end = moe_cuda_graph_end,
+    .graph_launch = moe_cuda_graph_launch,
+    .graph_destroy = moe_cuda_graph_destroy,
     .event_create = moe_cuda_event_create,
     .event_record = moe_cuda_event_record,
     .event_elapsed_us = moe_cuda_event_elapsed_us,

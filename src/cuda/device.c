@@ -7,8 +7,7 @@
 #include "device.h"
 
 enum {
-  DEFAULT_SHARED = 48 * 1024, /* more must be asked for, kernel by kernel */
-  TENSOR_MAP_SINCE = 12000    /* CUDA version of cuTensorMapEncodeTiled as it is called */
+  TENSOR_MAP_SINCE = 12000 /* CUDA version of cuTensorMapEncodeTiled as it is called */
 };
 
 moe_status moe_cuda_result(const char *op, cudaError_t result) {
@@ -60,7 +59,7 @@ static void *tensor_map_encoder(void) {
 }
 
 moe_status moe_cuda_open(moe_context *ctx, int device) {
-  int count, found, shared_bytes, units;
+  int count, found, units;
   TRY(device_count(&count));
   CHECK(device >= 0 && device < count, MOE_ERROR_ARGUMENT,
         "context: device = %d, wanted a CUDA ordinal 0 .. %d", device, count - 1);
@@ -68,12 +67,11 @@ moe_status moe_cuda_open(moe_context *ctx, int device) {
   CHECK(found == 90, MOE_ERROR_UNSUPPORTED,
         "context: CUDA device %d has compute capability %d.%d, wanted 9.0 (Hopper)", device, found / 10,
         found % 10);
-  TRY(attribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   TRY(attribute(&units, cudaDevAttrMultiProcessorCount, device));
   CUDA_TRY("context", cudaSetDevice(device));
   struct cuda_device *state = moe_host_alloc(sizeof *state);
   CHECK(state != NULL, MOE_ERROR_MEMORY, "context: no memory for %zu bytes", sizeof *state);
-  *state = (struct cuda_device){shared_bytes, tensor_map_encoder()};
+  *state = (struct cuda_device){tensor_map_encoder()};
   ctx->device = device;
   ctx->units = units;
   ctx->state = state;
@@ -94,15 +92,20 @@ moe_status moe_cuda_launch(const char *op, const void *kernel, struct cuda_grid 
         "%s: a grid of %lld x %lld x %lld blocks, wanted at most 2147483647 x 65535 x 65535", op,
         (long long)grid.x, (long long)grid.y, (long long)grid.z);
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return MOE_OK;
-  if (grid.shared > DEFAULT_SHARED)
-    CUDA_TRY(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)grid.shared));
   const dim3 blocks = {(unsigned)grid.x, (unsigned)grid.y, (unsigned)grid.z},
              threads = {(unsigned)grid.threads, 1, 1};
   return moe_cuda_result(op, cudaLaunchKernel(kernel, blocks, threads, &argument, grid.shared, stream));
 }
 
 moe_status moe_cuda_load(const void *const *kernels, int count) {
-  struct cudaFuncAttributes attributes;
-  for (int i = 0; i < count; i++) CUDA_TRY("warmup", cudaFuncGetAttributes(&attributes, kernels[i]));
+  int device, shared_bytes;
+  CUDA_TRY("load", cudaGetDevice(&device));
+  TRY(attribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  for (int i = 0; i < count; i++) {
+    struct cudaFuncAttributes found;
+    CUDA_TRY("load", cudaFuncGetAttributes(&found, kernels[i]));
+    CUDA_TRY("load", cudaFuncSetAttribute(kernels[i], cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          shared_bytes - (int)found.sharedSizeBytes));
+  }
   return MOE_OK;
 }

@@ -13,7 +13,6 @@ extern "C" {
 
 /* ctx->state. */
 struct cuda_device {
-  int shared_bytes;        /* of one block, with opt-in */
   void *encode_tensor_map; /* cuTensorMapEncodeTiled of the driver, NULL if it has none */
 };
 
@@ -38,7 +37,8 @@ struct cuda_grid {
 moe_status moe_cuda_launch(const char *op, const void *kernel, struct cuda_grid grid, void *argument,
                            moe_stream stream);
 
-/* Loads kernels now, which otherwise happens at their first launch. */
+/* Loads kernels onto the current device, which otherwise happens at their first launch, and allows them all the shared
+ * memory that a block can have. Every kernel must have been loaded before it is launched. */
 moe_status moe_cuda_load(const void *const *kernels, int count);
 
 /* Memory and time of the table in backend.h (memory.c). */
@@ -51,6 +51,14 @@ moe_status moe_cuda_event_create(moe_context *ctx, void **event);
 moe_status moe_cuda_event_record(moe_context *ctx, void *event, moe_stream stream);
 moe_status moe_cuda_event_elapsed_us(moe_context *ctx, void *from, void *to, double *out);
 void moe_cuda_event_destroy(moe_context *ctx, void *event);
+
+/* Streams and graphs of the table (stream.c). */
+moe_status moe_cuda_stream_create(moe_context *ctx, moe_stream *out);
+void moe_cuda_stream_destroy(moe_context *ctx, moe_stream stream);
+moe_status moe_cuda_graph_begin(moe_context *ctx, moe_stream stream);
+moe_status moe_cuda_graph_end(moe_context *ctx, moe_stream stream, void **executable, int64_t *launches);
+moe_status moe_cuda_graph_launch(moe_context *ctx, void *executable, moe_stream stream);
+void moe_cuda_graph_destroy(moe_context *ctx, void *executable);
 
 #ifdef __cplusplus
 }

@@ -16,6 +16,12 @@ extern "C" {
 #include "../ops.def"
 #undef MOE_OP
 
+/* The multiprocessors that an op may hold: one that launches no more blocks than these, each too large to share one, holds
+ * no more of them. */
+static inline int64_t moe_cuda_units(const moe_context *ctx, int64_t sm_limit) {
+  return sm_limit > 0 && sm_limit < ctx->units ? sm_limit : ctx->units;
+}
+
 /* Each file of kernels loads its own. */
 #define CUDA_KERNEL_FILES(FILE) \
   FILE(act)                     \
@@ -23,11 +29,14 @@ extern "C" {
   FILE(bias_grad)               \
   FILE(combine)                 \
   FILE(convert)                 \
+  FILE(copy)                    \
   FILE(permute)                 \
   FILE(route)                   \
   FILE(router_loss)             \
   FILE(simt)                    \
-  FILE(sort)
+  FILE(sort)                    \
+  FILE(token_mask)              \
+  FILE(wgmma)
 #define FILE_LOADER(file) moe_status moe_cuda_load_##file(void);
 CUDA_KERNEL_FILES(FILE_LOADER)
 #undef FILE_LOADER
@@ -38,16 +47,13 @@ size_t moe_cuda_simt_gemm_scratch(const moe_gemm_args *args);
 moe_status moe_cuda_simt_wgrad(moe_context *ctx, const moe_wgrad_args *args, moe_stream stream);
 size_t moe_cuda_simt_wgrad_scratch(const moe_wgrad_args *args);
 
-/* The fast ones on the tensor cores, where they fit (gemm/). A build without them has none of these functions. */
-#define OPTIONAL __attribute__((weak))
-OPTIONAL bool moe_cuda_wgmma_gemm_fits(const moe_gemm_args *args);
-OPTIONAL moe_status moe_cuda_wgmma_gemm(moe_context *ctx, const moe_gemm_args *args, moe_stream stream);
-OPTIONAL size_t moe_cuda_wgmma_gemm_scratch(const moe_gemm_args *args);
-OPTIONAL bool moe_cuda_wgmma_wgrad_fits(const moe_wgrad_args *args);
-OPTIONAL moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_args *args, moe_stream stream);
-OPTIONAL size_t moe_cuda_wgmma_wgrad_scratch(const moe_wgrad_args *args);
-OPTIONAL moe_status moe_cuda_load_wgmma(void);
-#undef OPTIONAL
+/* The fast ones on the tensor cores, where they fit (gemm/). */
+bool moe_cuda_wgmma_gemm_fits(const moe_gemm_args *args);
+moe_status moe_cuda_wgmma_gemm(moe_context *ctx, const moe_gemm_args *args, moe_stream stream);
+size_t moe_cuda_wgmma_gemm_scratch(const moe_gemm_args *args);
+bool moe_cuda_wgmma_wgrad_fits(const moe_wgrad_args *args);
+moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_args *args, moe_stream stream);
+size_t moe_cuda_wgmma_wgrad_scratch(const moe_wgrad_args *args);
 
 /* dweights[slot(r)] = sum over c < column_tiles of partial[r, c], in a fixed order, + <A row, dot_bias[e]>, for the rows that an
  * expert has. The last step of MOE_EPILOGUE_DACT. */

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * What: memory and time of the CUDA back end, and the two ops that the runtime does alone, copy and zero.
+ * What: memory and time of the CUDA back end.
  * Idea: cudaMalloc aligns to 256 bytes or more; events are the runtime's; a copy finds its direction by itself.
- * Invariant: copy and zero are asynchronous and may be captured; nothing else here is. */
-#include "launch.h"
+ * Invariant: a copy or fill is done when it returns. */
+#include "device.h"
 
 /* The runtime has no block of 0 bytes, so that gets one byte. */
 moe_status moe_cuda_memory_alloc(moe_context *ctx, size_t bytes, void **out) {
@@ -58,27 +58,4 @@ moe_status moe_cuda_event_elapsed_us(moe_context *ctx, void *from, void *to, dou
 void moe_cuda_event_destroy(moe_context *ctx, void *event) {
   if (moe_cuda_enter("timer_destroy", ctx) == MOE_OK)
     (void)moe_cuda_result("timer_destroy", cudaEventDestroy(event));
-}
-
-size_t moe_cuda_copy_scratch(const moe_context *ctx, const moe_copy_args *args) {
-  (void)ctx, (void)args;
-  return 0;
-}
-
-moe_status moe_cuda_copy(moe_context *ctx, const moe_copy_args *args, moe_stream stream) {
-  (void)ctx;
-  if (args->bytes == 0) return MOE_OK;
-  return moe_cuda_result(
-      "copy", cudaMemcpyAsync(args->dst, args->src, args->bytes, cudaMemcpyDeviceToDevice, stream));
-}
-
-size_t moe_cuda_zero_scratch(const moe_context *ctx, const moe_zero_args *args) {
-  (void)ctx, (void)args;
-  return 0;
-}
-
-moe_status moe_cuda_zero(moe_context *ctx, const moe_zero_args *args, moe_stream stream) {
-  (void)ctx;
-  if (args->bytes == 0) return MOE_OK;
-  return moe_cuda_result("zero", cudaMemsetAsync(args->data, 0, args->bytes, stream));
 }

@@ -3,7 +3,8 @@
  * The choice of k experts a token and their weights, and the gradient of the logits. The formulas are in moeblas.h, their
  * order of operations in src/cpu/route.c.
  *
- * A warp has a token; its logits, scores and keys lie in shared memory, element e with lane e % 32. The k best keys come
+ * Up to 512 experts without groups a warp has a token in its registers (route_small.cuh). Else, and in the backward pass,
+ * its logits, scores and keys lie in shared memory, element e with lane e % 32. The k best keys come
  * one by one: a lane remembers the best of its own elements that is not taken, the warp takes the best of those, and the
  * lane that had it looks through its elements again. Keys are compared as integers, key above id, so that equal keys go to
  * the lower id; a key that is NaN is below all.
@@ -12,7 +13,8 @@
  * Floor        reading the logits once; for E = 256, k = 8 the k rounds of about 100 cycles dominate.
  * Limits       E <= 4096: 64 KiB of shared memory a warp. */
 #include "launch.h"
-#include "score.cuh"
+#include "route_small.cuh"
+#include "vector.cuh"
 
 /* A warp's part of shared memory. */
 struct warp_memory {
@@ -22,6 +24,8 @@ struct warp_memory {
   float *z, *score, *key,
       *group_key; /* [E] each; backward has its gradient in key; group_key only with groups */
 };
+
+static const size_t BLOCK_BYTES = 200 * 1024; /* of shared memory */
 
 static size_t warp_bytes(int64_t experts, int rows) {
   return MOE_MAX_TOPK * 16 + (size_t)ALIGN_UP(experts, 2) * (size_t)rows * sizeof(float);
@@ -148,7 +152,7 @@ __device__ __forceinline__ void route_token(const route_params &p, int64_t t, co
   __syncwarp();
 }
 
-static __global__ void route_kernel(const __grid_constant__ route_params p) {
+static __global__ void __launch_bounds__(1024, 1) route_kernel(const __grid_constant__ route_params p) {
   const moe_route_args &a = p.args;
   const warp_memory w = memory_of((int)a.experts, p.router.groups > 1 ? 4 : 3);
   const int warps = blockDim.x / 32;
@@ -163,11 +167,91 @@ static __global__ void route_kernel(const __grid_constant__ route_params p) {
   }
 }
 
-static struct cuda_grid token_grid(int64_t tokens, int64_t experts, int rows) {
-  const size_t bytes = warp_bytes(experts, rows);
-  const int warps = warps_of_block(bytes);
-  const int64_t blocks = CEIL_DIV(tokens, warps);
-  return {blocks < 1 << 20 ? blocks : 1 << 20, 1, 1, warps * 32, bytes * (size_t)warps};
+/* ---- route in registers ------------------------------------------------------------------------------------------- */
+
+__device__ __forceinline__ float logit_of(const moe_route_args &a, int64_t t, int e) {
+  return bounded_logit(moe_load(a.logits, a.logits_dtype, t * a.experts + e), a.router_bias, e);
+}
+
+template <int PER> __device__ __forceinline__ void load_logits(float *z, const moe_route_args &a, int64_t t) {
+  const float *from = static_cast<const float *>(a.logits) + t * a.experts;
+  const int experts = (int)a.experts;
+  if (a.logits_dtype == MOE_FP32) {
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+      const int e = lane_id() + 32 * i;
+      z[i] = e < experts ? bounded_logit(from[e], a.router_bias, e) : -INFINITY;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < PER; i++) {
+    const int e = lane_id() + 32 * i;
+    z[i] = e < experts ? logit_of(a, t, e) : -INFINITY;
+  }
+}
+
+template <int PER>
+__device__ __forceinline__ void route_small_token(const route_params &p, int64_t t, int *counts) {
+  const moe_route_args &a = p.args;
+  const int experts = (int)a.experts, topk = (int)a.topk, lane = lane_id();
+  const float *bias = a.correction_bias;
+  const bool by_logit =
+      p.router.score == MOE_SCORE_TOPK_SOFTMAX || (p.router.score == MOE_SCORE_SOFTMAX && bias == nullptr);
+  float z[PER], value[PER];
+  uint32_t key[PER];
+  int id[PER];
+  load_logits<PER>(z, a, t);
+  const token_sum all = sum_of<PER>(p.router, z, experts);
+#pragma unroll
+  for (int i = 0; i < PER; i++) value[i] = z[i];
+#pragma unroll
+  for (int i = 0; !by_logit && i < PER; i++) value[i] = score_of(p.router, all, z[i]);
+#pragma unroll
+  for (int i = 0; bias != nullptr && i < PER; i++)
+    value[i] += lane + 32 * i < experts ? bias[lane + 32 * i] : 0.0f;
+#pragma unroll
+  for (int i = 0; i < PER; i++) {
+    id[i] = lane + 32 * i;
+    key[i] =
+        id[i] < experts ? ordered_key(value[i] != value[i] || z[i] == -INFINITY ? -INFINITY : value[i]) : 0;
+  }
+  sort_line<PER>(key, id);
+  const int own = take_best<PER>(key, id, topk);
+  const bool inside = lane < topk;
+  const float weight = slot_weight(p.router, all, inside ? logit_of(a, t, own) : 0.0f, inside);
+  if (!inside) return;
+  a.ids[t * topk + lane] = own;
+  a.weights[t * topk + lane] = weight;
+  if (a.counts != nullptr) atomicAdd(&counts[own], 1);
+}
+
+template <int PER>
+static __global__ void __launch_bounds__(1024, 1) route_small_kernel(const __grid_constant__ route_params p) {
+  __shared__ int counts[32 * PER];
+  const moe_route_args &a = p.args;
+  for (int e = threadIdx.x; e < 32 * PER; e += blockDim.x) counts[e] = 0;
+  __syncthreads();
+  for (int64_t t = grid_thread() / 32; t < a.tokens; t += grid_threads() / 32) {
+    if (!is_masked(a.padding_mask, t))
+      route_small_token<PER>(p, t, counts);
+    else if (lane_id() < (int)a.topk)
+      a.ids[t * a.topk + lane_id()] = -1, a.weights[t * a.topk + lane_id()] = 0;
+    __syncwarp();
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; a.counts != nullptr && e < (int)a.experts; e += blockDim.x)
+    if (counts[e] > 0) atomicAdd(&a.counts[e], counts[e]);
+}
+
+/* ---- host --------------------------------------------------------------------------------------------------------- */
+
+/* One block a multiprocessor, with as many warps as its shared memory holds. */
+static struct cuda_grid token_grid(int64_t units, int64_t tokens, int64_t experts, int rows) {
+  const size_t bytes = warp_bytes(experts, rows), fit = BLOCK_BYTES / bytes;
+  struct cuda_grid grid = grid_of_warps(units, tokens, fit < 32 ? (int)fit : 32);
+  grid.shared = bytes * (size_t)(grid.threads / 32);
+  return grid;
 }
 
 size_t moe_cuda_route_scratch(const moe_context *ctx, const moe_route_args *args) {
@@ -176,12 +260,20 @@ size_t moe_cuda_route_scratch(const moe_context *ctx, const moe_route_args *args
 }
 
 moe_status moe_cuda_route(moe_context *ctx, const moe_route_args *args, moe_stream stream) {
-  (void)ctx;
-  if (args->counts != NULL)
-    CUDA_TRY("route", cudaMemsetAsync(args->counts, 0, (size_t)args->experts * sizeof(int32_t), stream));
+  const int64_t units = moe_cuda_units(ctx, args->sm_limit), experts = args->experts;
+  moe_zero_args zero = {};
+  zero.sm_limit = args->sm_limit, zero.data = args->counts, zero.bytes = (size_t)experts * sizeof(int32_t);
   const route_params p = {*args, *args->router};
-  const int rows = args->router->groups > 1 ? 4 : 3;
-  return launch("route", route_kernel, token_grid(args->tokens, args->experts, rows), p, stream);
+  const bool groups = args->router->groups > 1;
+  if (args->counts != NULL) TRY(moe_cuda_zero(ctx, &zero, stream));
+  if (experts > 512 || args->topk > 32 || groups || args->given_ids != NULL)
+    return launch("route", route_kernel, token_grid(units, args->tokens, experts, groups ? 4 : 3), p, stream);
+  const struct cuda_grid grid = grid_of_warps(units, args->tokens, 32);
+  if (experts <= 32) return launch("route", route_small_kernel<1>, grid, p, stream);
+  if (experts <= 64) return launch("route", route_small_kernel<2>, grid, p, stream);
+  if (experts <= 128) return launch("route", route_small_kernel<4>, grid, p, stream);
+  if (experts <= 256) return launch("route", route_small_kernel<8>, grid, p, stream);
+  return launch("route", route_small_kernel<16>, grid, p, stream);
 }
 
 /* ---- backward ----------------------------------------------------------------------------------------------------- */
@@ -212,17 +304,22 @@ __device__ __forceinline__ void slot_gradients(const route_backward_params &p, i
   __syncwarp();
 }
 
+/* Gradient of the balancing loss (0) or the z-loss (1). */
+__device__ __forceinline__ double loss_gradient(const moe_route_backward_args &a, int which) {
+  return (double)a.loss_scale * (a.dlosses != nullptr ? a.dlosses[which] : 1.0f);
+}
+
 /* d += gradient of all scores from the balancing loss; slope[e] is its derivative by the normalised score. */
 __device__ __forceinline__ void add_balance(const route_backward_params &p, const float *slope,
                                             const warp_memory &w) {
   const int experts = (int)p.args.experts;
+  const double scale = loss_gradient(p.args, 0);
   double mean = 0, divisor = 1;
   if (is_elementwise(p.router.score)) {
     divisor = warp_sum(w.score, experts) + SHARE_FLOOR;
     mean = warp_dot(slope, w.score, experts) / divisor;
   }
-  for (int e = lane_id(); e < experts; e += 32)
-    w.key[e] += (float)((double)p.args.loss_scale * (slope[e] - mean) / divisor);
+  for (int e = lane_id(); e < experts; e += 32) w.key[e] += (float)(scale * (slope[e] - mean) / divisor);
   __syncwarp();
 }
 
@@ -286,12 +383,13 @@ __device__ __forceinline__ void backward_token(const route_backward_params &p, i
   if (a.dweights != nullptr && over_slots) through_slot_softmax(w, topk, experts);
   if (slopes != nullptr && slopes[experts] != 0) {
     if (elementwise) logsumexp = warp_softmax(w.score, w.z, experts);
-    const double slope = logsumexp == -INFINITY ? 0 : (double)a.loss_scale * slopes[experts] * logsumexp;
+    const double slope = logsumexp == -INFINITY ? 0 : loss_gradient(a, 1) * slopes[experts] * logsumexp;
     for (int e = lane_id(); e < experts; e += 32) w.key[e] += (float)(slope * w.score[e]);
   }
 }
 
-static __global__ void route_backward_kernel(const __grid_constant__ route_backward_params p) {
+static __global__ void __launch_bounds__(1024, 1)
+    route_backward_kernel(const __grid_constant__ route_backward_params p) {
   const moe_route_backward_args &a = p.args;
   const int experts = (int)a.experts, warps = blockDim.x / 32;
   const warp_memory w = memory_of(experts, 3);
@@ -311,11 +409,12 @@ size_t moe_cuda_route_backward_scratch(const moe_context *ctx, const moe_route_b
 }
 
 moe_status moe_cuda_route_backward(moe_context *ctx, const moe_route_backward_args *args, moe_stream stream) {
-  (void)ctx;
   route_backward_params p = {*args, *args->router};
   if (p.args.loss_scale == 0) p.args.loss_scale = 1;
-  return launch("route_backward", route_backward_kernel, token_grid(args->tokens, args->experts, 3), p,
-                stream);
+  return launch("route_backward", route_backward_kernel,
+                token_grid(moe_cuda_units(ctx, args->sm_limit), args->tokens, args->experts, 3), p, stream);
 }
 
-KERNELS(route, (const void *)route_kernel, (const void *)route_backward_kernel)
+KERNELS(route, (const void *)route_small_kernel<1>, (const void *)route_small_kernel<2>,
+        (const void *)route_small_kernel<4>, (const void *)route_small_kernel<8>,
+        (const void *)route_small_kernel<16>, (const void *)route_kernel, (const void *)route_backward_kernel)

@@ -10,15 +10,16 @@
  *   losses     adds the parts.
  *
  * Invariant    sums are in double, their order depends on sizes alone; integers are added by atomics in shared memory only.
- * Limits       E <= 4096: 80 KiB of shared memory in `chunk`. */
+ * Limits       E <= 4096: 208 KiB of shared memory in `chunk`. */
 #include "launch.h"
 #include "block.cuh"
 #include "score.cuh"
+#include "vector.cuh"
 
 static const int64_t CHUNK_TOKENS = 32; /* a chunk has at least so many, if the sequence has */
 static const int64_t MAX_CHUNKS = 128;  /* of a sequence */
 enum {
-  MAX_WARPS = 8
+  MAX_WARPS = 16
 };
 
 struct loss_params {
@@ -109,13 +110,14 @@ __device__ __forceinline__ void add_shares(const chunk_memory &m, const float *s
   }
 }
 
-static __global__ void chunk_kernel(const __grid_constant__ loss_params p) {
+/* Line `line` of the sums: a chunk of a sequence. */
+__device__ __forceinline__ void add_chunk(const loss_params &p, int64_t line) {
   __shared__ double divisor[MAX_WARPS], squares[MAX_WARPS];
   __shared__ int valid[MAX_WARPS];
   const int experts = (int)p.args.experts, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const chunk_memory m = chunk_memory_of(experts);
   const float *first_score = m.score - warp * 2 * ((experts + 1) / 2 * 2);
-  const int64_t sequence = blockIdx.x / p.chunks, chunk = blockIdx.x % p.chunks;
+  const int64_t sequence = line / p.chunks, chunk = line % p.chunks;
   const int64_t sequence_end = min((sequence + 1) * p.length, p.args.tokens);
   const int64_t begin = sequence * p.length + chunk * p.chunk_tokens,
                 end = min(begin + p.chunk_tokens, sequence_end);
@@ -136,8 +138,8 @@ static __global__ void chunk_kernel(const __grid_constant__ loss_params p) {
   }
   if (lane_id() == 0) squares[warp] = square, valid[warp] = tokens;
   __syncthreads();
-  double *share = p.share + blockIdx.x * (p.args.experts + 1);
-  int *count = p.count + blockIdx.x * (p.args.experts + 1);
+  double *share = p.share + line * (p.args.experts + 1);
+  int *count = p.count + line * (p.args.experts + 1);
   for (int e = threadIdx.x; e < experts; e += blockDim.x) share[e] = m.share[e], count[e] = m.count[e];
   if (threadIdx.x != 0) return;
   for (int w = 1; w < warps; w++) square += squares[w], tokens += valid[w];
@@ -145,21 +147,30 @@ static __global__ void chunk_kernel(const __grid_constant__ loss_params p) {
   count[experts] = tokens;
 }
 
+static __global__ void chunk_kernel(const __grid_constant__ loss_params p) {
+  for (int64_t line = blockIdx.x; line < p.sequences * p.chunks; line += gridDim.x) {
+    add_chunk(p, line);
+    __syncthreads();
+  }
+}
+
 /* ---- what follows from the chunks --------------------------------------------------------------------------------- */
 
 static __global__ void sequence_kernel(const __grid_constant__ loss_params p) {
-  const int64_t line = p.args.experts + 1, first = blockIdx.x * p.chunks * line;
-  const int64_t e = (int64_t)blockIdx.y * blockDim.x + threadIdx.x;
-  if (e >= line) return;
-  double share = 0;
-  int count = 0;
+  const int64_t line = p.args.experts + 1;
+  walk w = walk_from(grid_thread(), grid_threads(), (int)line);
+  for (; w.row < p.sequences; walk_on(&w)) {
+    const int64_t first = w.row * p.chunks * line + w.piece;
+    double share = 0;
+    int count = 0;
 #pragma unroll 8
-  for (int64_t c = 0; c < p.chunks; c++) {
-    share += p.share[first + c * line + e];
-    count += p.count[first + c * line + e];
+    for (int64_t c = 0; c < p.chunks; c++) {
+      share += p.share[first + c * line];
+      count += p.count[first + c * line];
+    }
+    p.share[first] = share;
+    p.count[first] = count;
   }
-  p.share[first + e] = share;
-  p.count[first + e] = count;
 }
 
 __device__ __forceinline__ int64_t line_of(const loss_params &p, int64_t sequence) {
@@ -179,11 +190,11 @@ static __global__ void totals_kernel(const __grid_constant__ loss_params p) {
   if (threadIdx.x == 0) p.total[0] = tokens, p.total[1] = occupied;
 }
 
-/* MOE_BALANCE_GLOBAL has one sequence, hence one block that reads and writes the counts. */
-static __global__ void slopes_kernel(const __grid_constant__ loss_params p) {
+/* Sequence q. MOE_BALANCE_GLOBAL has one, hence one block that reads and writes the counts. */
+__device__ __forceinline__ void make_slopes(const loss_params &p, int64_t q) {
   __shared__ double shared[32];
   const moe_router_loss_args &a = p.args;
-  const int64_t experts = a.experts, q = blockIdx.x;
+  const int64_t experts = a.experts;
   const double *share = p.share + line_of(p, q);
   const int *count = p.count + line_of(p, q);
   float *slopes = a.slopes != nullptr ? a.slopes + q * (experts + 1) : nullptr;
@@ -205,6 +216,10 @@ static __global__ void slopes_kernel(const __grid_constant__ loss_params p) {
   p.part[q] = loss;
   if (global && valid > 0) a.global_counts[experts] = tokens;
   if (slopes != nullptr) slopes[experts] = valid > 0 ? (float)(2.0 * p.router.z_coeff / p.total[0]) : 0;
+}
+
+static __global__ void slopes_kernel(const __grid_constant__ loss_params p) {
+  for (int64_t q = blockIdx.x; q < p.sequences; q += gridDim.x) make_slopes(p, q);
 }
 
 static __global__ void losses_kernel(const __grid_constant__ loss_params p) {
@@ -231,16 +246,18 @@ size_t moe_cuda_router_loss_scratch(const moe_context *ctx, const moe_router_los
 }
 
 moe_status moe_cuda_router_loss(moe_context *ctx, const moe_router_loss_args *args, moe_stream stream) {
-  (void)ctx;
   const char *const op = "router_loss";
   const loss_params p = params_of(args);
+  const int64_t units = moe_cuda_units(ctx, args->sm_limit), lines = p.sequences * p.chunks;
   const int warps = warps_of_block((size_t)ALIGN_UP(args->experts, 2) * 8);
-  const int64_t columns = CEIL_DIV(args->experts + 1, 128);
-  TRY(launch(op, chunk_kernel, {p.sequences * p.chunks, 1, 1, warps * 32, chunk_bytes(args->experts, warps)},
-             p, stream));
-  TRY(launch(op, sequence_kernel, {p.sequences, columns, 1, 128, 0}, p, stream));
+  const struct cuda_grid each_chunk = {lines < units ? lines : units, 1, 1, warps * 32,
+                                       chunk_bytes(args->experts, warps)},
+                         each_sequence = {p.sequences < units ? p.sequences : units, 1, 1, 256, 0};
+  TRY(launch(op, chunk_kernel, each_chunk, p, stream));
+  TRY(launch(op, sequence_kernel, grid_of_warps(units, CEIL_DIV(p.sequences * (args->experts + 1), 32), 8), p,
+             stream));
   TRY(launch(op, totals_kernel, {1, 1, 1, 1024, 0}, p, stream));
-  TRY(launch(op, slopes_kernel, {p.sequences, 1, 1, 256, 0}, p, stream));
+  TRY(launch(op, slopes_kernel, each_sequence, p, stream));
   if (args->losses == NULL) return MOE_OK;
   return launch(op, losses_kernel, {1, 1, 1, 1024, 0}, p, stream);
 }

@@ -40,14 +40,18 @@ __device__ __forceinline__ float warp_max(const float *a, int n) {
   return top;
 }
 
-/* z = logits of token t plus bias, NaN as -inf, +inf as the largest finite number. */
+/* A logit plus its bias, NaN as -inf, +inf as the largest finite number. */
+__device__ __forceinline__ float bounded_logit(float value, const float *bias, int e) {
+  if (bias != nullptr) value += bias[e];
+  const float bounded = value > FLT_MAX ? FLT_MAX : value;
+  return bounded != bounded ? -INFINITY : bounded;
+}
+
+/* z = bounded logits of token t. */
 __device__ __forceinline__ void warp_logits(float *z, const void *logits, moe_dtype dtype, const float *bias,
                                             int64_t t, int experts) {
   for (int e = lane_id(); e < experts; e += 32) {
-    float value = moe_load(logits, dtype, t * experts + e);
-    if (bias != nullptr) value += bias[e];
-    const float bounded = value > FLT_MAX ? FLT_MAX : value;
-    z[e] = bounded != bounded ? -INFINITY : bounded;
+    z[e] = bounded_logit(moe_load(logits, dtype, t * experts + e), bias, e);
   }
   __syncwarp();
 }
@@ -120,8 +124,8 @@ __device__ __forceinline__ double warp_slot_scores(const moe_router_desc &router
   return sum;
 }
 
-/* Host: how many warps of so many bytes of shared memory a block has: up to eight, as long as 48 KiB hold them. */
+/* Host: how many warps of so many bytes of shared memory a block has: up to 16, as long as 160 KiB hold them. */
 static inline int warps_of_block(size_t warp_bytes) {
-  const size_t fit = 48 * 1024 / warp_bytes;
-  return fit > 8 ? 8 : fit < 1 ? 1 : (int)fit;
+  const size_t fit = 160 * 1024 / warp_bytes;
+  return fit > 16 ? 16 : fit < 1 ? 1 : (int)fit;
 }

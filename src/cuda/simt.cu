@@ -54,6 +54,7 @@ struct simt_gemm_params {
   int64_t inter;        /* columns of d */
   int64_t pieces;       /* of rows, TILE each */
   int64_t column_tiles; /* of d */
+  int64_t tiles;        /* of both */
   float *partial;       /* [rows, column_tiles] or NULL */
 };
 
@@ -203,13 +204,12 @@ __device__ __forceinline__ float dact_quad(const simt_gemm_params &p, const quad
   return sum;
 }
 
+/* A tile of one piece of the rows. */
 template <int EPILOGUE>
-static __global__ void __launch_bounds__(THREADS, 2)
-    simt_gemm_kernel(const __grid_constant__ simt_gemm_params p) {
-  __shared__ __align__(16) slices s;
+__device__ __forceinline__ void multiply_tile(slices &s, const simt_gemm_params &p, int64_t number,
+                                              int64_t tile) {
   const moe_gemm_args &a = p.args;
-  const int64_t tile = blockIdx.x / p.pieces;
-  const piece rows = piece_at(groups_of(a), blockIdx.x % p.pieces, TILE);
+  const piece rows = piece_at(groups_of(a), number, TILE);
   if (rows.begin >= rows.end) return;
   float acc[4][4] = {};
   accumulate_tile<EPILOGUE>(acc, s, p, rows, tile);
@@ -230,6 +230,14 @@ static __global__ void __launch_bounds__(THREADS, 2)
     for (int d = 8; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
     if (inside && p.partial != nullptr && threadIdx.x % 16 == 0) p.partial[row * p.column_tiles + tile] = sum;
   }
+}
+
+template <int EPILOGUE>
+static __global__ void __launch_bounds__(THREADS, 2)
+    simt_gemm_kernel(const __grid_constant__ simt_gemm_params p) {
+  __shared__ __align__(16) slices s;
+  for (int64_t i = blockIdx.x; i < p.tiles; i += gridDim.x)
+    multiply_tile<EPILOGUE>(s, p, i % p.pieces, i / p.pieces);
 }
 
 /* ---- dweights ----------------------------------------------------------------------------------------------------- */
@@ -257,7 +265,7 @@ __device__ __forceinline__ float lane_dot(const moe_gemm_args &a, int64_t row, i
 }
 
 /* A warp a row. */
-static __global__ void dweights_kernel(const __grid_constant__ dweights_params p) {
+static __global__ void __launch_bounds__(1024, 1) dweights_kernel(const __grid_constant__ dweights_params p) {
   const moe_gemm_args &a = p.args;
   const row_groups groups = groups_of(a);
   for (int64_t row = grid_thread() / 32; row < a.rows; row += grid_threads() / 32) {
@@ -272,10 +280,16 @@ static __global__ void dweights_kernel(const __grid_constant__ dweights_params p
   }
 }
 
+/* Blocks for so many tiles: one each, or as many as the limit allows. */
+static int64_t blocks_for(int64_t tiles, int64_t sm_limit) {
+  return sm_limit > 0 && sm_limit < tiles ? sm_limit : tiles;
+}
+
 moe_status moe_cuda_finish_dweights(const moe_gemm_args *args, const float *partial, int64_t column_tiles,
                                     moe_stream stream) {
   const dweights_params p = {*args, partial, column_tiles};
-  return launch("gemm", dweights_kernel, grid_over(args->rows * 32), p, stream);
+  return launch("gemm", dweights_kernel,
+                {blocks_for(CEIL_DIV(args->rows, 32), args->sm_limit), 1, 1, 1024, 0}, p, stream);
 }
 
 /* ---- wgrad -------------------------------------------------------------------------------------------------------- */
@@ -304,13 +318,10 @@ __device__ __forceinline__ void read_rows(slices &s, const moe_wgrad_args &a, in
   }
 }
 
-static __global__ void __launch_bounds__(THREADS, 2)
-    simt_wgrad_kernel(const __grid_constant__ moe_wgrad_args a) {
-  __shared__ __align__(16) slices s;
+__device__ __forceinline__ void wgrad_tile(slices &s, const moe_wgrad_args &a, int64_t expert, int64_t tile) {
   const row_groups groups = {a.row_offset, a.rows, a.experts};
-  const int64_t expert = blockIdx.y, begin = offset_at(groups, expert), end = offset_at(groups, expert + 1);
-  const int64_t across = CEIL_DIV(a.n, TILE), m0 = blockIdx.x / across * TILE,
-                n0 = blockIdx.x % across * TILE;
+  const int64_t begin = offset_at(groups, expert), end = offset_at(groups, expert + 1);
+  const int64_t across = CEIL_DIV(a.n, TILE), m0 = tile / across * TILE, n0 = tile % across * TILE;
   const int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
   if (end <= begin && a.accumulate) return;
   float acc[4][4] = {};
@@ -328,6 +339,13 @@ static __global__ void __launch_bounds__(THREADS, 2)
       if (m >= a.m || n >= a.n) continue;
       moe_store(a.d, a.d_dtype, at, a.accumulate ? acc[i][j] + moe_load(a.d, a.d_dtype, at) : acc[i][j]);
     }
+}
+
+static __global__ void __launch_bounds__(THREADS, 2)
+    simt_wgrad_kernel(const __grid_constant__ moe_wgrad_args a) {
+  __shared__ __align__(16) slices s;
+  const int64_t tiles = CEIL_DIV(a.m, TILE) * CEIL_DIV(a.n, TILE);
+  for (int64_t i = blockIdx.x; i < tiles * a.experts; i += gridDim.x) wgrad_tile(s, a, i / tiles, i % tiles);
 }
 
 /* ---- host --------------------------------------------------------------------------------------------------------- */
@@ -351,8 +369,8 @@ moe_status moe_cuda_simt_gemm(moe_context *ctx, const moe_gemm_args *args, moe_s
   p.pieces = piece_count(args->rows, args->experts, TILE);
   p.column_tiles = column_tiles_of(args);
   p.partial = dact && args->dweights != NULL ? static_cast<float *>(args->scratch) : NULL;
-  const struct cuda_grid grid = {p.pieces * (act && p.gated ? CEIL_DIV(p.inter, TILE / 2) : p.column_tiles),
-                                 1, 1, THREADS, 0};
+  p.tiles = p.pieces * (act && p.gated ? CEIL_DIV(p.inter, TILE / 2) : p.column_tiles);
+  const struct cuda_grid grid = {blocks_for(p.tiles, args->sm_limit), 1, 1, THREADS, 0};
   if (args->rows == 0) return MOE_OK;
   if (act) return launch("gemm", simt_gemm_kernel<MOE_EPILOGUE_ACT>, grid, p, stream);
   if (!dact) return launch("gemm", simt_gemm_kernel<MOE_EPILOGUE_STORE>, grid, p, stream);
@@ -368,7 +386,8 @@ size_t moe_cuda_simt_wgrad_scratch(const moe_wgrad_args *args) {
 moe_status moe_cuda_simt_wgrad(moe_context *ctx, const moe_wgrad_args *args, moe_stream stream) {
   (void)ctx;
   const int64_t tiles = CEIL_DIV(args->m, TILE) * CEIL_DIV(args->n, TILE);
-  return launch("wgrad", simt_wgrad_kernel, {tiles, args->experts, 1, THREADS, 0}, *args, stream);
+  return launch("wgrad", simt_wgrad_kernel,
+                {blocks_for(tiles * args->experts, args->sm_limit), 1, 1, THREADS, 0}, *args, stream);
 }
 
 KERNELS(simt, (const void *)simt_gemm_kernel<MOE_EPILOGUE_STORE>,

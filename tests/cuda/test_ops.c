@@ -8,7 +8,7 @@
 static moe_router_desc any_router(int64_t experts, int64_t topk, uint64_t *seed) {
   moe_router_desc router = {.score = (moe_score)PICK(seed, 0, 1, 2, 3), .renormalize = chance(seed, 50)};
   router.scale = chance(seed, 30) ? 2.5f : 0;
-  router.renorm_epsilon = chance(seed, 30) ? 0.25f : 0;
+  router.renorm_epsilon = router.renormalize && chance(seed, 30) ? 0.25f : 0;
   const int64_t groups = PICK(seed, 1, 2, 4, 8);
   if (experts % groups != 0 || groups < 2) return router;
   router.groups = groups;
@@ -40,8 +40,17 @@ static void fill_ids(int32_t *ids, int64_t n, int64_t experts, uint64_t *seed) {
                               : (int32_t)(test_random(seed) % (uint64_t)experts);
 }
 
+/* On all multiprocessors, one or seven of them: results must not show it. `seed` is that of the test. */
+#define RUN_ANYWHERE(t, op, c, g)           \
+  do {                                      \
+    (g).sm_limit = PICK(&seed, 0, 0, 1, 7); \
+    RUN_TWIN(t, op, c, g);                  \
+  } while (0)
+
 static int64_t any_tokens(uint64_t *seed) { return PICK(seed, 0, 1, 2, 7, 33, 64, 129, 300); }
-static int64_t any_experts(uint64_t *seed) { return PICK(seed, 1, 2, 7, 8, 31, 32, 64, 128, 129, 256, 384); }
+static int64_t any_experts(uint64_t *seed) {
+  return PICK(seed, 1, 2, 7, 8, 31, 32, 64, 128, 129, 256, 384, 512, 513);
+}
 static int64_t any_topk(int64_t experts, uint64_t *seed) {
   const int64_t topk = PICK(seed, 1, 1, 2, 4, 6, 8, 8, 33, 64);
   return topk < experts ? topk : experts;
@@ -70,7 +79,7 @@ static void route_once(int64_t tokens, int64_t experts, int64_t topk, uint64_t s
   ARRAY(&t, c, g, weights, tokens * topk * 4);
   twin_floats(&t, MOE_FP32, topk,
               tail ? 0x1p-20 : 0x1p-23); /* log1pf is the only operation that is not the same */
-  RUN_TWIN(&t, route, c, g);
+  RUN_ANYWHERE(&t, route, c, g);
 }
 
 TEST(route) {
@@ -112,7 +121,7 @@ TEST(route_backward) {
     if (chance(&seed, 60)) fill_random(ARRAY(&t, c, g, slopes, slopes * 4), MOE_FP32, slopes, 0.1f, &seed);
     ARRAY(&t, c, g, dlogits, bytes_of(c.dlogits_dtype, tokens * experts));
     twin_floats(&t, c.dlogits_dtype, experts, step_of(c.dlogits_dtype));
-    RUN_TWIN(&t, route_backward, c, g);
+    RUN_ANYWHERE(&t, route_backward, c, g);
   }
 }
 
@@ -149,7 +158,7 @@ TEST(router_loss) {
     }
     ARRAY(&t, c, g, slopes, sequences * (experts + 1) * 4);
     twin_floats(&t, MOE_FP32, experts + 1, 0x1p-20);
-    RUN_TWIN(&t, router_loss, c, g);
+    RUN_ANYWHERE(&t, router_loss, c, g);
   }
 }
 
@@ -157,7 +166,7 @@ TEST(sort) {
   for (uint64_t s = 1; s <= 150; s++) {
     uint64_t seed = s;
     struct twin t;
-    const int64_t experts = s % 40 == 0 ? 4096 : any_experts(&seed), topk = PICK(&seed, 1, 2, 8, 64);
+    const int64_t experts = s % 40 == 0 ? 4096 : any_experts(&seed), topk = PICK(&seed, 1, 2, 3, 8, 10, 64);
     const int64_t tokens = s % 10 == 0 ? 20000 / topk * 8 : any_tokens(&seed), slots = tokens * topk;
     moe_sort_args c = {
         .tokens = tokens, .experts = experts, .topk = topk, .drop = (moe_drop)PICK(&seed, 0, 1)};
@@ -178,7 +187,7 @@ TEST(sort) {
     ARRAY(&t, c, g, row_slot, slots * 4);
     ARRAY(&t, c, g, slot_row, slots * 4);
     if (chance(&seed, 70)) ARRAY(&t, c, g, counts, experts * 4);
-    RUN_TWIN(&t, sort, c, g);
+    RUN_ANYWHERE(&t, sort, c, g);
   }
 }
 
@@ -197,12 +206,14 @@ TEST(balance) {
     fill_random(ARRAY(&t, c, g, bias, experts * 4), MOE_FP32, experts, 1, &seed);
     ARRAY(&u, lc, lg, load, sizeof(moe_load_summary));
     twin_floats(&u, MOE_FP32, 1, 0x1p-20);
-    RUN_TWIN(&t, bias_update, c, g);
-    RUN_TWIN(&u, load_stats, lc, lg);
+    RUN_ANYWHERE(&t, bias_update, c, g);
+    RUN_ANYWHERE(&u, load_stats, lc, lg);
   }
 }
 
-static int64_t any_hidden(uint64_t *seed) { return PICK(seed, 1, 7, 8, 64, 65, 100, 120, 264, 1028); }
+static int64_t any_hidden(uint64_t *seed) {
+  return PICK(seed, 1, 7, 8, 65, 100, 120, 248, 264, 520, 1028, 1032, 2056);
+}
 
 TEST(permute) {
   for (uint64_t s = 1; s <= 60; s++) {
@@ -226,7 +237,7 @@ TEST(permute) {
     fill_random(ARRAY(&t, c, g, x, bytes_of(c.dtype, m.tokens * hidden)), c.dtype, m.tokens * hidden, 1,
                 &seed);
     ARRAY(&t, c, g, y, bytes_of(c.dtype, m.slots * hidden));
-    RUN_TWIN(&t, permute, c, g);
+    RUN_ANYWHERE(&t, permute, c, g);
     maps_close(&m);
   }
 }
@@ -236,7 +247,7 @@ TEST(combine) {
     uint64_t seed = s;
     struct twin t;
     struct maps m;
-    const int64_t hidden = any_hidden(&seed), topk = PICK(&seed, 0, 1, 2, 8);
+    const int64_t hidden = any_hidden(&seed), topk = (int64_t)(s % 18);
     maps_open(&m, PICK(&seed, 0, 1, 5, 40), PICK(&seed, 1, 2, 8, 60), topk, &seed);
     moe_combine_args c = {.tokens = m.tokens, .hidden = hidden, .topk = topk, .rows = m.slots};
     c.y_dtype = any_dtype(&seed), c.out_dtype = any_dtype(&seed);
@@ -251,7 +262,7 @@ TEST(combine) {
     fill_random(ARRAY(&t, c, g, y, bytes_of(c.y_dtype, m.slots * hidden)), c.y_dtype, m.slots * hidden, 1,
                 &seed);
     ARRAY(&t, c, g, out, bytes_of(c.out_dtype, m.tokens * hidden));
-    RUN_TWIN(&t, combine, c, g);
+    RUN_ANYWHERE(&t, combine, c, g);
     maps_close(&m);
   }
 }
@@ -280,7 +291,7 @@ TEST(combine_backward) {
       ARRAY(&t, c, g, dweights, m.slots * 4);
       twin_floats(&t, MOE_FP32, m.slots, 0x1p-16);
     }
-    RUN_TWIN(&t, combine_backward, c, g);
+    RUN_ANYWHERE(&t, combine_backward, c, g);
     maps_close(&m);
   }
 }
@@ -312,8 +323,8 @@ TEST(act) {
       u.array[0] = u.array[1], u.array[1] = u.array[--u.count];
     }
     twin_floats(&u, c.dtype, width, step_of(c.dtype));
-    RUN_TWIN(&t, act, c, g);
-    RUN_TWIN(&u, act_backward, bc, bg);
+    RUN_ANYWHERE(&t, act, c, g);
+    RUN_ANYWHERE(&u, act_backward, bc, bg);
   }
 }
 
@@ -333,9 +344,9 @@ TEST(convert_copy_zero) {
     for (int64_t i = 0; i < n; i++) from[i] = (unsigned char)test_random(&seed);
     ARRAY(&t, c, g, y, bytes_of(c.y_dtype, n));
     ARRAY(&u, cc, cg, dst, n), ARRAY(&v, zc, zg, data, n);
-    RUN_TWIN(&t, convert, c, g);
-    RUN_TWIN(&u, copy, cc, cg);
-    RUN_TWIN(&v, zero, zc, zg);
+    RUN_ANYWHERE(&t, convert, c, g);
+    RUN_ANYWHERE(&u, copy, cc, cg);
+    RUN_ANYWHERE(&v, zero, zc, zg);
   }
 }
 
@@ -364,7 +375,7 @@ TEST(bias_grad) {
     void *d = ARRAY(&t, c, g, d, bytes_of(c.d_dtype, m.experts * n));
     if (c.accumulate) fill_random(d, c.d_dtype, m.experts * n, 1, &seed);
     twin_floats(&t, c.d_dtype, m.experts * n, step_of(c.d_dtype));
-    RUN_TWIN(&t, bias_grad, c, g);
+    RUN_ANYWHERE(&t, bias_grad, c, g);
     maps_close(&m);
   }
 }

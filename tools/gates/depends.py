@@ -17,7 +17,7 @@ SEES = {  # folder -> folders it may include from, in the order of lookup
     "src/cuda": ["src/cuda", "src", "include"],
     "tools": ["tools", "include"],
     "examples": ["include"],
-    "python": ["include"],
+    "python": ["python", "include"],
     "tests": ["tests", "src", "src/cpu", "src/cuda", "tools", "include"],
 }
 TOOLS_ALSO = "tests/oracle.h"

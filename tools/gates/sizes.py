@@ -70,7 +70,7 @@ def main():
     if sys.argv[1:] == ["--self-test"]:
         ok = self_test()
     else:
-        kinds = ["*.c", "*.h", "*.def", "*.cu", "*.cuh", "*.py", "*.sh", "*.cmake", "Makefile"]
+        kinds = ["*.c", "*.h", "*.def", "*.cu", "*.cuh", "*.py", "*.sh", "*.cmake", "*.mk", "Makefile"]
         listing = ["git", "ls-files", "-co", "--exclude-standard", *kinds]
         files = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.split()
         found, lengths = check({path: open(path, encoding="utf-8").read() for path in files})

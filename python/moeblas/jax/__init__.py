@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer in JAX, under jit and grad: ``experts`` (routing given) and ``moe`` (router inside).
+
+On the CPU and on CUDA, wherever XLA puts the arrays. Shapes: T tokens, H hidden, F inter, E
+experts, k topk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+
+from .._lib import ArgumentError, UnsupportedError, make_config
+from .._structs import ActDesc, Balance, Config, RouterDesc
+from ._layer import run_layer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Aux", "ExpertOptions", "MoeOptions", "experts", "moe"]
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_ACT_FIELDS = {field[0] for field in ActDesc._fields_} - {"kind", "gated"}
+_ROUTER_FIELDS = {field[0] for field in RouterDesc._fields_}
+
+
+class ExpertOptions(TypedDict, total=False):
+    """Fields of moe_act_desc and moe_config; what is left out is the default."""
+
+    act: str  #: a name of moeblas_act.def: "swiglu" (the default), "geglu", "silu", ...
+    layout: str  #: "concat_gate_first", "concat_up_first" or "interleaved"
+    interleave: int
+    alpha: float
+    beta: float
+    gate_max: float
+    up_min: float
+    up_max: float
+    up_offset: float
+    up_beta: float
+    transposed: bool  #: matrices are [in,out] instead of [out,in]
+    weight_on_input: bool
+    recompute: bool  #: backward repeats the up projection, same bits
+
+
+class MoeOptions(ExpertOptions, total=False):
+    """Fields of moe_router_desc and moe_config besides."""
+
+    score: str  #: "softmax", "topk_softmax", "sigmoid" or "sqrt_softplus"
+    renormalize: bool
+    renorm_epsilon: float
+    scale: float
+    groups: int
+    topk_groups: int
+    group_score: str  #: "max", "top2_sum" or "topk_sum"
+    balance: str  #: "none", "batch" or "sequence"
+    balance_coeff: float
+    z_coeff: float
+    sequence_tokens: int
+    capacity_factor: float
+    drop: str  #: "weight" or "position"
+
+
+class Aux(NamedTuple):
+    """What ``moe`` decided. Only the two losses carry gradients."""
+
+    ids: jax.Array  #: [T,k] int32, the chosen experts; -1 where masked
+    weights: jax.Array  #: [T,k] float32
+    counts: jax.Array  #: [E] int32, slots that chose each expert, before capacity drops
+    balance_loss: jax.Array  #: float32, balance_coeff included; 0 without ``balance``
+    z_loss: jax.Array  #: float32, z_coeff included
+
+
+# ---- arguments
+
+
+def _checked(name: str, array: jax.Array, shape: tuple[int, ...], dtype: object) -> jax.Array:
+    """Refuses an array that is not of the shape and type the layer needs."""
+    array = jnp.asarray(array)
+    if array.shape != shape or array.dtype != dtype:
+        found = f"{array.dtype}{list(array.shape)}"
+        raise ArgumentError(
+            f"moeblas.jax: {name} is {found}, wanted {jnp.dtype(dtype)}{list(shape)}"
+        )
+    return array
+
+
+def _floats(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """As float32, whatever float it is."""
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ArgumentError(f"moeblas.jax: {name} is of {array.dtype}, wanted floats")
+    return _checked(name, array.astype(jnp.float32), shape, jnp.float32)
+
+
+def _ids(ids: jax.Array, shape: tuple[int, ...], count: int) -> jax.Array:
+    """Expert ids as int32; what is no expert stays none, however far out it is."""
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ArgumentError(f"moeblas.jax: ids is of {ids.dtype}, wanted integers")
+    narrow = ids.astype(jnp.int32)
+    if ids.dtype.itemsize >= 4 and ids.dtype != jnp.int32:
+        narrow = jnp.where((ids >= 0) & (ids < count), narrow, -1)
+    return _checked("ids", narrow, shape, jnp.int32)
+
+
+def _mask(mask: jax.Array, tokens: int) -> jax.Array:
+    mask = jnp.asarray(mask)
+    return _checked("padding_mask", (mask != 0).astype(jnp.uint8), (tokens,), jnp.uint8)
+
+
+def _config(x: jax.Array, w2: jax.Array, options: Mapping[str, object], **fields: object) -> Config:
+    """The configuration of a layer on x [T,H] with w2 [E,H,F], or [E,F,H] when transposed."""
+    if x.ndim != 2 or str(x.dtype) not in _DTYPES:
+        wanted = "[tokens,hidden] of float32, bfloat16 or float16"
+        raise ArgumentError(f"moeblas.jax: x is {x.dtype}{list(x.shape)}, wanted {wanted}")
+    if jnp.ndim(w2) != 3:
+        raise ArgumentError(
+            f"moeblas.jax: w2 has {jnp.ndim(w2)} dimensions, wanted one matrix an expert"
+        )
+    act = {name: value for name, value in options.items() if name in _ACT_FIELDS}
+    rest = {name: value for name, value in options.items() if name not in act and name != "act"}
+    rest["recompute"] = "h" if rest.get("recompute") else "none"
+    return make_config(
+        hidden=x.shape[1],
+        inter=w2.shape[1 if options.get("transposed") else 2],
+        experts=w2.shape[0],
+        dtype=_DTYPES[str(x.dtype)],
+        grad_dtype=_DTYPES[str(x.dtype)],
+        act={"kind": options.get("act", "swiglu"), **act},
+        **rest,
+        **fields,
+    )
+
+
+def _known(options: Mapping[str, object], kind: type) -> dict[str, object]:
+    """Refuses an option that there is not, rather than ignoring it."""
+    for name in options:
+        if name not in kind.__annotations__:
+            wanted = ", ".join(sorted(kind.__annotations__))
+            raise ArgumentError(f"moeblas.jax: option {name} is unknown, wanted one of {wanted}")
+    return dict(options)
+
+
+def _parameters(config: Config, x: jax.Array, given: Mapping[str, jax.Array | None]) -> dict:
+    """The weights and biases that are given, checked against the configuration."""
+
+    def linear(outputs: int, inputs: int) -> tuple[int, int]:
+        return (inputs, outputs) if config.transposed else (outputs, inputs)
+
+    halves = 2 if config.act.gated else 1
+    count, hidden, width = config.experts, config.hidden, config.latent or config.hidden
+    shapes = {
+        "w1": (count, *linear(halves * config.inter, width)),
+        "b1": (count, halves * config.inter),
+        "w2": (count, *linear(width, config.inter)),
+        "b2": (count, width),
+        "shared_w1": linear(halves * config.shared_inter, hidden),
+        "shared_w2": linear(hidden, config.shared_inter),
+        "shared_gate": (hidden,),
+        "latent_down": linear(config.latent, hidden),
+        "latent_up": linear(hidden, config.latent),
+    }
+    present = {name: array for name, array in given.items() if array is not None}
+    for one, other in (("shared_w1", "shared_w2"), ("latent_down", "latent_up")):
+        if (one in present) != (other in present):
+            raise ArgumentError(f"moeblas.jax: one of {one} and {other} is None, wanted both")
+    return {name: _checked(name, array, shapes[name], x.dtype) for name, array in present.items()}
+
+
+# ---- the layer
+
+
+def experts(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    b1: jax.Array | None = None,
+    b2: jax.Array | None = None,
+    **options: Unpack[ExpertOptions],
+) -> jax.Array:
+    """The experts of a Mixture-of-Experts layer, for routing that is given.
+
+    x [T,H] of float32, bfloat16 or float16; ids [T,k] integers, those outside [0,E) are skipped;
+    weights [T,k] floats, used in float32. With U = 2F for gated activations, else F: w1 [E,U,H], w2
+    [E,H,F], or with ``transposed`` [E,H,U] and [E,F,H]; b1 [E,U], b2 [E,H]; all of x's type. The
+    options are those of ``ExpertOptions``.
+
+    Returns out [T,H] of x's type, differentiable in all but ids. Raises ArgumentError and
+    UnsupportedError while tracing, with the argument, what was found and what was wanted. Under
+    vmap: NotImplementedError.
+    """
+    x, ids = jnp.asarray(x), jnp.asarray(ids)
+    topk = ids.shape[-1] if ids.ndim else 0
+    config = _config(x, w2, _known(options, ExpertOptions), entry="ids", topk=topk)
+    slots = (x.shape[0], topk)
+    arrays = _parameters(config, x, {"w1": w1, "w2": w2, "b1": b1, "b2": b2})
+    arrays["given_ids"] = _ids(ids, slots, config.experts)
+    arrays["given_weights"] = _floats("weights", weights, slots)
+    return run_layer(bytes(config), {"x": x, **arrays})["out"]
+
+
+def moe(
+    x: jax.Array,
+    router_weight: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    b1: jax.Array | None = None,
+    b2: jax.Array | None = None,
+    *,
+    topk: int,
+    router_bias: jax.Array | None = None,
+    correction_bias: jax.Array | None = None,
+    padding_mask: jax.Array | None = None,
+    shared_w1: jax.Array | None = None,
+    shared_w2: jax.Array | None = None,
+    shared_gate: jax.Array | None = None,
+    latent_down: jax.Array | None = None,
+    latent_up: jax.Array | None = None,
+    **options: Unpack[MoeOptions],
+) -> tuple[jax.Array, Aux]:
+    """A whole Mixture-of-Experts layer: router, experts, shared expert, latent projections.
+
+    x [T,H]; router_weight [E,H] of x's type or float32; router_bias, correction_bias [E] floats,
+    used in float32; padding_mask [T]: a token where it is not 0 takes no part. w1, w2, b1, b2 as in
+    ``experts``, with L for H if latent_down [L,H] and latent_up [H,L] are given. shared_w1 [V,H]
+    and shared_w2 [H,S], V = 2S for gated activations, else S; shared_gate [H]. ``transposed`` turns
+    all matrices but the router's. Options: ``MoeOptions``.
+
+    Returns out [T,H], differentiable in all floats but correction_bias, and ``Aux``, whose two
+    losses are to be added to the training loss. Raises as ``experts`` does; UnsupportedError for
+    ``balance="global"``, which needs counts kept between calls.
+    """
+    x, router_weight = jnp.asarray(x), jnp.asarray(router_weight)
+    router_dtype = jnp.dtype(jnp.float32 if router_weight.dtype == jnp.float32 else x.dtype)
+    known = _known(options, MoeOptions)
+    router = {name: known.pop(name) for name in list(known) if name in _ROUTER_FIELDS}
+    along = 0 if known.get("transposed") else 1
+    config = _config(
+        x,
+        w2,
+        known,
+        topk=topk,
+        router=router,
+        router_dtype=_DTYPES.get(str(router_dtype), "default"),
+        shared_inter=0 if shared_w2 is None else jnp.shape(shared_w2)[along],
+        latent=0 if latent_up is None else jnp.shape(latent_up)[along],
+    )
+    arrays = _parameters(
+        config,
+        x,
+        {
+            "w1": w1,
+            "w2": w2,
+            "b1": b1,
+            "b2": b2,
+            "shared_w1": shared_w1,
+            "shared_w2": shared_w2,
+            "shared_gate": shared_gate,
+            "latent_down": latent_down,
+            "latent_up": latent_up,
+        },
+    )
+    if topk > config.experts:
+        raise ArgumentError(
+            f"moeblas.jax: topk = {topk}, wanted at most the {config.experts} experts"
+        )
+    rows = (config.experts, config.hidden)
+    arrays["router_weight"] = _checked("router_weight", router_weight, rows, router_dtype)
+    for name, bias in (("router_bias", router_bias), ("correction_bias", correction_bias)):
+        if bias is not None:
+            arrays[name] = _floats(name, bias, rows[:1])
+    if padding_mask is not None:
+        arrays["padding_mask"] = _mask(padding_mask, x.shape[0])
+    if config.router.balance == Balance.GLOBAL:
+        raise UnsupportedError(
+            'moeblas.jax: balance = "global" keeps counts, wanted "batch" or "sequence"'
+        )
+    found = run_layer(bytes(config), {"x": x, **arrays})
+    weights = jax.lax.stop_gradient(found["topk_weights"])
+    return found["out"], Aux(found["topk_ids"], weights, found["counts"], *found["losses"])
