@@ -69,7 +69,7 @@ $(KERNELS:%=$O/src/cpu/kernel_%.o): $O/src/cpu/kernel_%.o: src/cpu/kernel.c Make
 	@mkdir -p $(@D); echo "  CC   $< ($*)"
 	$Q$(CC) $(FLAGS) $(CFLAGS) -c $< -o $@
 # No contraction here either, but for the tensor cores' epilogues. A kernel with a spill or a stack frame does not build.
-$O/src/cuda/%: FMAD = $(if $(findstring gemm/,$@),,-fmad=false)
+$O/src/cuda/%: FMAD = $(if $(findstring gemm/,$@),-ftz=true,-fmad=false)
 $O/%.cu.o: %.cu Makefile tools/gates/ptxas.sh
 	@mkdir -p $(@D); echo "  NVCC $<"
 	$Q$(NVCC) -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a $(FMAD) -Iinclude -MMD -MP -MF $(@:.o=.d) -Xptxas -v \

@@ -47,8 +47,12 @@ static int test_failures; /* of the running test */
     if (test_failures != failures_before_) return; \
   } while (0)
 
+/* Called before the first test, if set. */
+static void (*test_begin)(void) __attribute__((unused));
+
 #define TEST_MAIN()                                                \
   int main(int argc, char **argv) {                                \
+    if (test_begin) test_begin();                                  \
     int passed = 0, failed = 0;                                    \
     for (struct test *t = test_list; t; t = t->next) {             \
       if (argc > 1 && strstr(t->name, argv[1]) == NULL) continue;  \

@@ -35,7 +35,7 @@ enum {
   CONSUMERS = 2,
   GROUP_WARPS = 4,
   STAGING_LINE = 64 + 8,
-  A_LINE = 32 + 8
+  DA_LINE = 32 + 8
 };
 
 /* How many consumers a tile has, and what one of them holds of it. */
@@ -75,13 +75,13 @@ struct alignas(16) consumer_state {
   ring at;
 };
 
-/* What a warp of an epilogue needs: factors of its rows, a piece of h or of the result, and for DACT one of weight * a. */
+/* What a warp of an epilogue needs: factors of its rows, a piece of h or of the result, and for DACT a second one, and a piece of da. */
 template <int EPILOGUE> struct warp_staging {
   tile_place place;
   consumer_state state;
   float weight[2 * 16];
-  __nv_bfloat16 h[16 * STAGING_LINE];
-  __nv_bfloat16 a[EPILOGUE == MOE_EPILOGUE_DACT ? 16 * A_LINE : 8];
+  __nv_bfloat16 h[EPILOGUE == MOE_EPILOGUE_DACT ? 2 : 1][16 * STAGING_LINE];
+  float da[EPILOGUE == MOE_EPILOGUE_DACT ? 16 * DA_LINE : 4];
 };
 
 template <int BN, int STAGES, int EPILOGUE> struct gemm_shared {
@@ -243,11 +243,10 @@ __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
     const tile_place place =
         schedule_place<BM>(s.first, p.row_offset, p.experts, p.rows, p.column_tiles, c.tile);
     begin_epilogue<BN>(s.staging, p, place);
-    h_pieces asked = {};
-    if constexpr (EPILOGUE == DACT) asked = dact_ask<BN>(s.staging, p, 0);
+    if constexpr (EPILOGUE == DACT) dact_ask<BN>(s.staging, p, 0);
     mainloop<BN, STAGES, EPILOGUE, B_KN>(s, p, c, acc);
     s.staging[warp_index()].state = c;
-    epilogue<BN>(acc, s.staging, p, asked);
+    epilogue<BN>(acc, s.staging, p);
     c = s.staging[warp_index()].state;
     c.tile += (in_turn ? 2 : 1) * gridDim.x;
     c.round ^= 1;

@@ -23,9 +23,12 @@ static bool gated_halves(const moe_act_desc *act) {
  * with A in order and with A gathered (docs/log/gemm.md). The N-contiguous boxes of a gated pair in halves are 64 wide, which 192
  * does not allow. */
 static int tile_width(const moe_gemm_args *args) {
-  if (args->epilogue == MOE_EPILOGUE_STORE)
-    return CEIL_DIV(args->n, 192) * 56 <= CEIL_DIV(args->n, 128) * 45 ? 192 : 128;
-  return CEIL_DIV(args->n, 256) * 78 <= CEIL_DIV(args->n, 128) * 69 ? 256 : 128;
+  const int64_t narrow = CEIL_DIV(args->n, 128);
+  switch (args->epilogue) {
+  case MOE_EPILOGUE_ACT: return CEIL_DIV(args->n, 256) * 78 <= narrow * 69 ? 256 : 128;
+  case MOE_EPILOGUE_DACT: return CEIL_DIV(args->n, 192) * 70 <= narrow * 69 ? 192 : 128;
+  default: return CEIL_DIV(args->n, 192) * 56 <= narrow * 45 ? 192 : 128;
+  }
 }
 
 static const gemm_instance *instance_of(const moe_gemm_args *args) {
@@ -141,7 +144,8 @@ extern "C" moe_status moe_cuda_wgmma_gemm(moe_context *ctx, const moe_gemm_args 
   if (partial) p.partial = static_cast<float *>(args->scratch);
   TRY(gemm_maps(ctx, args, instance->bn / p.halves, &p));
   const int64_t tiles = tiles_of(args->rows, args->experts) * p.column_tiles;
-  const struct cuda_grid grid = {tiles < ctx->units ? tiles : ctx->units, 1, 1, 384,
+  const int64_t units = moe_cuda_units(ctx, args->sm_limit);
+  const struct cuda_grid grid = {tiles < units ? tiles : units, 1, 1, 384,
                                  instance->shared_bytes + (size_t)args->experts * 4};
   TRY(moe_cuda_launch("gemm", instance->kernel, grid, &p, stream));
   return partial ? moe_cuda_finish_dweights(args, p.partial, p.column_tiles, stream) : MOE_OK;
@@ -192,7 +196,8 @@ extern "C" moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_arg
   const void *kernel = wide ? (const void *)wgrad_kernel<256, 4> : (const void *)wgrad_kernel<128, 4>;
   const size_t shared = (wide ? sizeof(wgrad_shared<256, 4>) : sizeof(wgrad_shared<128, 4>));
   const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, wide ? 256 : 128);
-  const struct cuda_grid grid = {tiles < ctx->units ? tiles : ctx->units, 1, 1, 384, shared};
+  const int64_t units = moe_cuda_units(ctx, args->sm_limit);
+  const struct cuda_grid grid = {tiles < units ? tiles : units, 1, 1, 384, shared};
   return moe_cuda_launch("wgrad", kernel, grid, &p, stream);
 }
 
@@ -203,7 +208,7 @@ extern "C" moe_status moe_cuda_load_wgmma(void) {
   for (int i = 0; i < 4; i++) {
     TRY(load(moe_cuda_gemm_store(i % 2 ? 128 : 192, i / 2)));
     TRY(load(moe_cuda_gemm_act(i % 2 ? 128 : 256, i / 2)));
-    TRY(load(moe_cuda_gemm_dact(i % 2 ? 128 : 256, i / 2)));
+    TRY(load(moe_cuda_gemm_dact(i % 2 ? 128 : 192, i / 2)));
   }
   return moe_cuda_load(wgrad, 2);
 }

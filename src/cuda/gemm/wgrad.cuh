@@ -160,7 +160,7 @@ __device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES> &s, cons
     const int64_t base = (int64_t)place.expert * m * n;
     void *d =
         p.d_fp32 ? (void *)(static_cast<float *>(p.d) + base) : (void *)(static_cast<bf16 *>(p.d) + base);
-    const warp_tile w = {s.staging[warp].h, nullptr, nullptr, lane, place.m0 + warp * 16, m};
+    const warp_tile w = {s.staging[warp].h[0], nullptr, nullptr, lane, place.m0 + warp * 16, m};
     if (w.row0 >= m) continue;
 #pragma unroll 1
     for (int step = 0; step < BN / 64 && place.n0 + step * 64 < n; step++)

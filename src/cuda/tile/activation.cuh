@@ -33,19 +33,20 @@ __device__ __forceinline__ pair_layout layout_of(const gemm_params &p) {
   return {32, 1, p.act.gated != 0, 0x3210, 0x7654};
 }
 
-/* 4 pairs of gate and of up, of 16 elements from `column` on: pair q is elements 8 (q/2) + 2 (l%4) of row l/4 + 8 (q%2). */
-struct pairs {
-  uint32_t gate[4], up[4];
-};
-__device__ __forceinline__ bf16 *pair_at(const warp_tile &w, const pair_layout &l, int column, int q) {
-  const int element = column + q / 2 * 8 + w.lane % 4 * 2;
-  return w.h + (w.lane / 4 + q % 2 * 8) * STAGING_LINE + element * l.column;
+/* A lane has 8 pairs of a step: pair n is elements 8 (n/2) + 2 (l%4) of row l/4 + 8 (n%2). COUNT of them at once, from `first` on. */
+template <int COUNT> struct pairs { uint32_t gate[COUNT], up[COUNT]; };
+__device__ __forceinline__ bf16 *pair_at(const warp_tile &w, const pair_layout &l, int n) {
+  return w.h + (w.lane / 4 + n % 2 * 8) * STAGING_LINE + (n / 2 * 8 + w.lane % 4 * 2) * l.column;
 }
-__device__ __forceinline__ pairs load_pairs(const warp_tile &w, const pair_layout &l, int column) {
-  pairs h;
+__device__ __forceinline__ float *da_at(const warp_tile &w, int n) {
+  return w.da + (w.lane / 4 + n % 2 * 8) * DA_LINE + n / 2 * 8 + w.lane % 4 * 2;
+}
+template <int COUNT>
+__device__ __forceinline__ pairs<COUNT> load_pairs(const warp_tile &w, const pair_layout &l, int first) {
+  pairs<COUNT> h;
 #pragma unroll
-  for (int q = 0; q < 4; q++) {
-    const bf16 *at = pair_at(w, l, column, q);
+  for (int q = 0; q < COUNT; q++) {
+    const bf16 *at = pair_at(w, l, first + q);
     const uint32_t x = *reinterpret_cast<const uint32_t *>(at);
     const uint32_t y =
         l.gated ? *reinterpret_cast<const uint32_t *>(at + l.up) : 0x3f803f80; /* 1: up of what has none */
@@ -54,11 +55,12 @@ __device__ __forceinline__ pairs load_pairs(const warp_tile &w, const pair_layou
   }
   return h;
 }
-__device__ __forceinline__ void store_pairs(const warp_tile &w, const pair_layout &l, int column,
-                                            const pairs &h) {
+template <int COUNT>
+__device__ __forceinline__ void store_pairs(const warp_tile &w, const pair_layout &l, int first,
+                                            const pairs<COUNT> &h) {
 #pragma unroll
-  for (int q = 0; q < 4; q++) {
-    bf16 *at = pair_at(w, l, column, q);
+  for (int q = 0; q < COUNT; q++) {
+    bf16 *at = pair_at(w, l, first + q);
     *reinterpret_cast<uint32_t *>(at) = __byte_perm(h.gate[q], h.up[q], l.first);
     if (l.gated) *reinterpret_cast<uint32_t *>(at + l.up) = __byte_perm(h.gate[q], h.up[q], l.second);
   }
@@ -87,8 +89,8 @@ template <int KIND, int LEVEL>
 __device__ __forceinline__ void act_rows(const warp_tile &w, const gemm_params &p) {
   const pair_layout l = layout_of(p);
 #pragma unroll 1
-  for (int column = 0; column < 32; column += 16) {
-    pairs h = load_pairs(w, l, column);
+  for (int first = 0; first < 8; first += 4) {
+    pairs<4> h = load_pairs<4>(w, l, first);
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       const float2 g = floats_of(h.gate[q]), u = floats_of(h.up[q]);
@@ -102,46 +104,66 @@ __device__ __forceinline__ void act_rows(const warp_tile &w, const gemm_params &
       h.gate[q] = pair_of(a[0], a[1]);
     }
 #pragma unroll
-    for (int q = 0; q < 4; q++) *reinterpret_cast<uint32_t *>(pair_at(w, l, column, q)) = h.gate[q];
+    for (int q = 0; q < 4; q++) *reinterpret_cast<uint32_t *>(pair_at(w, l, first + q)) = h.gate[q];
   }
 }
 
-/* 16 elements from `column` on: h becomes dh, weight * a is staged; adds da * a to the sums of a lane's two rows. da as in
- * accumulators. */
+/* The gradient of a pair: `weight` da and h become weight * a, d gate and d up; returns da * a. */
+struct pair_grads {
+  uint32_t a, gate, up;
+};
 template <int KIND, int LEVEL>
-__device__ __forceinline__ void dact_rows(const warp_tile &w, const gemm_params &p, const float *da,
-                                          int column, int left, float *sum) {
-  const pair_layout l = layout_of(p);
-  pairs h = load_pairs(w, l, column);
-  uint32_t weighted[4];
+__device__ __forceinline__ float dact_pair(const gemm_params &p, float2 da, uint32_t gate_pair,
+                                           uint32_t up_pair, float weight, pair_grads *d) {
+  const float2 g = floats_of(gate_pair), u = floats_of(up_pair);
+  const float gates[2] = {g.x, g.y}, ups[2] = {u.x, u.y}, ds[2] = {da.x, da.y};
+  float a[2], dg[2], du[2], sum = 0;
 #pragma unroll
-  for (int q = 0; q < 4; q++) {
-    const float2 g = floats_of(h.gate[q]), u = floats_of(h.up[q]);
-    const float gates[2] = {g.x, g.y}, ups[2] = {u.x, u.y}, weight = w.weight[w.lane / 4 + q % 2 * 8];
-    const bool inside = column + q / 2 * 8 + w.lane % 4 * 2 < left; /* past the end h is anything */
-    float a[2], dg[2], du[2];
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const bool over = LEVEL > PLAIN && gates[c] > p.act.gate_max;
-      const float gate = over ? p.act.gate_max : gates[c];
-      const float f = moe_act_f(KIND, gate, p.act.alpha, p.act.beta),
-                  inner = moe_act_df(KIND, gate, p.act.alpha, p.act.beta);
-      const float v = up_value<LEVEL>(p, ups[c]), d = da[q / 2 * 4 + q % 2 * 2 + c], scaled = weight * d;
-      a[c] = f * v;
-      sum[q % 2] += inside ? d * a[c] : 0.0f;
-      a[c] *= weight;
-      dg[c] = scaled * (over ? 0.0f : inner) * v;
-      du[c] = scaled * f * up_slope<LEVEL>(p, ups[c]);
-    }
-    weighted[q] = pair_of(a[0], a[1]);
-    h.gate[q] = pair_of(dg[0], dg[1]);
-    h.up[q] = pair_of(du[0], du[1]);
+  for (int c = 0; c < 2; c++) {
+    const bool over = LEVEL > PLAIN && gates[c] > p.act.gate_max;
+    const float gate = over ? p.act.gate_max : gates[c];
+    const float f = moe_act_f(KIND, gate, p.act.alpha, p.act.beta),
+                inner = moe_act_df(KIND, gate, p.act.alpha, p.act.beta);
+    const float v = up_value<LEVEL>(p, ups[c]), scaled = weight * ds[c];
+    a[c] = f * v;
+    sum += ds[c] * a[c];
+    a[c] *= weight;
+    dg[c] = scaled * (over ? 0.0f : inner) * v;
+    du[c] = scaled * f * up_slope<LEVEL>(p, ups[c]);
   }
-  store_pairs(w, l, column, h);
+  *d = {pair_of(a[0], a[1]), pair_of(dg[0], dg[1]), pair_of(du[0], du[1])};
+  return sum;
+}
+
+/* 32 elements: h becomes dh, da becomes weight * a; adds da * a to the sums of a lane's two rows. As many pairs at once as
+ * registers beside 192 accumulators allow. */
+template <int KIND, int LEVEL>
+__device__ __forceinline__ void dact_rows(const warp_tile &w, const gemm_params &p, float *sum) {
+  constexpr bool large =
+      KIND == MOE_ACT_GELU || KIND == MOE_ACT_GELU_TANH || KIND == MOE_ACT_RELU2_TANH || KIND == MOE_ACT_SITU;
+  constexpr int COUNT = large || LEVEL == SOFT ? 1 : 2;
+  const pair_layout l = layout_of(p);
+#pragma unroll 1
+  for (int first = 0; first < 8; first += COUNT) {
+    pairs<COUNT> h = load_pairs<COUNT>(w, l, first);
+    pair_grads d[COUNT];
+    float2 da[COUNT];
 #pragma unroll
-  for (int q = 0; q < 4; q++)
-    *reinterpret_cast<uint32_t *>(w.a + (w.lane / 4 + q % 2 * 8) * A_LINE + column + q / 2 * 8 +
-                                  w.lane % 4 * 2) = weighted[q];
+    for (int q = 0; q < COUNT; q++) da[q] = *reinterpret_cast<const float2 *>(da_at(w, first + q));
+#pragma unroll
+    for (int q = 0; q < COUNT; q++) {
+      const int i = (first + q) % 2;
+      const float part =
+          dact_pair<KIND, LEVEL>(p, da[q], h.gate[q], h.up[q], w.weight[w.lane / 4 + 8 * i], &d[q]);
+      sum[0] += i == 0 ? part : 0.0f;
+      sum[1] += i == 1 ? part : 0.0f;
+      h.gate[q] = d[q].gate;
+      h.up[q] = d[q].up;
+    }
+    store_pairs<COUNT>(w, l, first, h);
+#pragma unroll
+    for (int q = 0; q < COUNT; q++) *reinterpret_cast<uint32_t *>(da_at(w, first + q)) = d[q].a;
+  }
 }
 
 /* The switches stand outside the loops, one expansion a row of moeblas_act.def and level. */
@@ -157,17 +179,15 @@ __device__ __forceinline__ void act_switch(const warp_tile &w, const gemm_params
 #undef MOE_ACT
   }
 }
-__device__ __forceinline__ void dact_switch(const warp_tile &w, const gemm_params &p, const float *da,
-                                            int column, int left, float *sum) {
+__device__ __forceinline__ void dact_switch(const warp_tile &w, const gemm_params &p, float *sum) {
   switch ((int)p.act.kind * 3 + p.act_level) {
-#define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df)                              \
-  case value * 3 + PLAIN: dact_rows<value, PLAIN>(w, p, da, column, left, sum); break;     \
-  case value * 3 + CLAMPED: dact_rows<value, CLAMPED>(w, p, da, column, left, sum); break; \
-  case value * 3 + SOFT:                                                                   \
-    dact_rows<value, SOFT>(w, p, da, column, left, sum);                                   \
+#define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df)            \
+  case value * 3 + PLAIN: dact_rows<value, PLAIN>(w, p, sum); break;     \
+  case value * 3 + CLAMPED: dact_rows<value, CLAMPED>(w, p, sum); break; \
+  case value * 3 + SOFT:                                                 \
+    dact_rows<value, SOFT>(w, p, sum);                                   \
     break;
 #include "moeblas_act.def"
 #undef MOE_ACT
   }
 }
-

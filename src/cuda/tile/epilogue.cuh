@@ -22,8 +22,8 @@ typedef __nv_bfloat16 bf16;
 typedef __nv_bfloat162 bf16x2;
 
 struct warp_tile {
-  bf16 *h;             /* [16, STAGING_LINE] */
-  bf16 *a;             /* [16, A_LINE], DACT: weight * a */
+  bf16 *h;             /* [16, STAGING_LINE], DACT: two of them */
+  float *da;           /* [16, DA_LINE], DACT; weight * a takes its place, a pair that of an element */
   const float *weight; /* [16] */
   int lane;
   int row0, row1; /* of the matrix: first row of the warp, end of the tile's rows */
@@ -69,27 +69,16 @@ __device__ __forceinline__ void rows_out(const warp_tile &w, bf16 *dst, const h_
       *reinterpret_cast<int4 *>(to + (int64_t)i * 4 * r.width) =
           *reinterpret_cast<const int4 *>(w.h + piece.staged + i * 4 * STAGING_LINE);
 }
-/* The other way in two steps: from device memory to registers, and from there to the staging. */
-struct h_pieces {
-  int4 line[4];
-};
-__device__ __forceinline__ h_pieces rows_ask(const warp_tile &w, const bf16 *src, const h_runs &r) {
+/* The other way, asynchronously; columns that there are not come as zeros. */
+__device__ __forceinline__ void rows_in(const warp_tile &w, const bf16 *src, const h_runs &r) {
   const lane_piece piece = piece_of(w, r);
   const int row = w.row0 + w.lane / 8;
-  const bf16 *from = src + (int64_t)row * r.width + piece.column;
-  h_pieces h;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    h.line[i] = make_int4(0, 0, 0, 0);
-    if (piece.column >= 0 && row + 4 * i < w.row1)
-      h.line[i] = *reinterpret_cast<const int4 *>(from + (int64_t)i * 4 * r.width);
-  }
-  return h;
-}
-__device__ __forceinline__ void rows_in(const warp_tile &w, const h_pieces &h) {
-  bf16 *to = w.h + w.lane / 8 * STAGING_LINE + w.lane % 8 * 8;
-#pragma unroll
-  for (int i = 0; i < 4; i++) *reinterpret_cast<int4 *>(to + i * 4 * STAGING_LINE) = h.line[i];
+  const bf16 *from = src + (int64_t)row * r.width + max(piece.column, 0);
+  const uint32_t to = smem_address(w.h + piece.staged);
+#pragma unroll 1
+  for (int i = 0; i < 4; i++)
+    if (row + 4 * i < w.row1)
+      cp_async_16(to + i * 4 * STAGING_LINE * 2, from + (int64_t)i * 4 * r.width, piece.column >= 0);
 }
 
 __device__ __forceinline__ float2 bias_at(const bf16 *bias, int column, int n) {
@@ -122,7 +111,7 @@ __device__ __forceinline__ void elements_out(const warp_tile &w, const bf16 *src
   if (f0 + column >= width) return;
   const bf16 *from = src + w.lane / 4 * line + column / 2 * stride;
   bf16 *to = d + (int64_t)row * width + f0 + column;
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < 2; i++) {
     uint4 v;
     if (stride == 2) {
@@ -140,11 +129,6 @@ __device__ __forceinline__ void elements_out(const warp_tile &w, const bf16 *src
 
 #define EACH_OF_12(CASE) \
   CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11)
-#define EACH_OF_24(CASE)                                                                             \
-  EACH_OF_12(CASE)                                                                                   \
-  CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20) CASE(21) CASE(22) \
-      CASE(23)
-
 /* Keeps the compiler from scaling all accumulators before a loop, which would take as many registers again. */
 #define HERE_AND_NOW(weight) asm volatile("" : "+f"(weight[0]), "+f"(weight[1]))
 
@@ -154,8 +138,8 @@ template <int BN, int EPILOGUE>
 __device__ __forceinline__ warp_tile half_of(warp_staging<EPILOGUE> *staging, int row0, int row1, int half) {
   const int thread = thread_index(), warp = thread / 32 - GROUP_WARPS, group = warp / GROUP_WARPS;
   const int place = (tile_shape<BN>::in_turn ? half : group) * 64 + warp % GROUP_WARPS * 16;
-  return {staging[warp].h, staging[warp].a, staging[warp].weight + 16 * half,
-          thread % 32,     row0 + place,    row1};
+  return {staging[warp].h[0], staging[warp].da, staging[warp].weight + 16 * half,
+          thread % 32,        row0 + place,     row1};
 }
 
 /* Before the product: what the epilogue will need of the tile, and the factors of its rows, whose loads the product hides. */
@@ -299,12 +283,23 @@ __device__ __forceinline__ void act_steps(const float *acc, warp_staging<ACT> *s
   }
 }
 
-/* Asks for the h of a DACT step. */
+/* The part of the tile and the staging that a DACT step works on. */
 template <int BN>
-__device__ __forceinline__ h_pieces dact_ask(warp_staging<DACT> *staging, const gemm_params &p, int step) {
+__device__ __forceinline__ warp_tile dact_part(warp_staging<DACT> *staging, const tile_place &place,
+                                               int step) {
+  warp_tile w = half_of<BN>(staging, place.row0, place.row1, step / (BN / 32));
+  w.h += step % 2 * 16 * STAGING_LINE;
+  return w;
+}
+
+/* Asks for the h of a step. */
+template <int BN>
+__device__ __forceinline__ void dact_ask(warp_staging<DACT> *staging, const gemm_params &p, int step) {
   const tile_place place = staging[warp_index()].place;
   const int f0 = place.column * BN + step % (BN / 32) * 32;
-  return rows_ask(half_of<BN>(staging, place.row0, place.row1, step / (BN / 32)), p.h, runs_of(p, f0, 32));
+  if (step < tile_shape<BN>::accumulators / 16)
+    rows_in(dact_part<BN>(staging, place, step), p.h, runs_of(p, f0, 32));
+  cp_async_commit();
 }
 
 /* The last step of a half: the sums of its rows, over the four lanes of each. */
@@ -320,54 +315,57 @@ __device__ __forceinline__ void dact_sums(const warp_tile &w, const gemm_params 
   }
 }
 
+/* Hands a lane's da of a step to where its pairs are computed. */
+template <int BN> __device__ __forceinline__ void stage_da(const float *acc, const warp_tile &w, int step) {
+  float *da = w.da + w.lane / 4 * DA_LINE + w.lane % 4 * 2;
+  switch (step) {
+#define CASE(U)                                                                                                \
+  case U:                                                                                                      \
+    if constexpr (U < tile_shape<BN>::accumulators / 16)                                                       \
+      for (int q = 0; q < 8; q++) /* unrolled, so that acc has constant indices */                             \
+        *reinterpret_cast<float2 *>(da + q % 2 * 8 * DA_LINE + q / 2 * 8) =                                    \
+            make_float2(acc[U * 16 + 2 * q], acc[U * 16 + 2 * q + 1]);                                         \
+    break;
+    EACH_OF_12(CASE)
+#undef CASE
+  }
+}
+
 /* 32 elements a step; h is asked for a step ahead, for the first one before the product. */
 template <int BN>
-__device__ __forceinline__ void dact_steps(const float *acc, warp_staging<DACT> *staging,
-                                           const gemm_params &p, h_pieces &asked) {
-  constexpr int steps = tile_shape<BN>::accumulators / 16;
+__device__ __forceinline__ void dact_steps(const float *acc, warp_staging<DACT> *staging, const gemm_params &p) {
   float sums[2] = {0, 0};
 #pragma unroll 1
-  for (int step = 0; step < steps; step++) {
+  for (int step = 0; step < tile_shape<BN>::accumulators / 16; step++) {
+    dact_ask<BN>(staging, p, step + 1);
+    stage_da<BN>(acc, dact_part<BN>(staging, staging[warp_index()].place, step), step);
+    cp_async_wait<1>();
+    __syncwarp();
+    dact_switch(dact_part<BN>(staging, staging[warp_index()].place, step), p, sums);
+    __syncwarp();
     const tile_place place = staging[warp_index()].place;
-    const warp_tile w = half_of<BN>(staging, place.row0, place.row1, step / (BN / 32));
-    const int f0 = place.column * BN + step % (BN / 32) * 32, left = p.inter - f0;
-    rows_in(w, asked);
-    if (step + 1 < steps) asked = dact_ask<BN>(staging, p, step + 1);
-    __syncwarp();
-#pragma unroll 1
-    for (int part = 0; part < 2; part++) {
-      float da[8];
-      switch (2 * step + part) {
-#define CASE(U)                                           \
-  case U:                                                 \
-    if constexpr (U < tile_shape<BN>::accumulators / 8)   \
-      for (int i = 0; i < 8; i++) da[i] = acc[U * 8 + i]; \
-    break;
-        EACH_OF_24(CASE)
-#undef CASE
-      }
-      dact_switch(w, p, da, 16 * part, left, sums);
-    }
-    __syncwarp();
-    if (p.d != nullptr) elements_out(w, w.a, A_LINE, 2, static_cast<bf16 *>(p.d), p.inter, f0);
+    const warp_tile w = dact_part<BN>(staging, place, step);
+    const int f0 = place.column * BN + step % (BN / 32) * 32;
+    if (p.d != nullptr)
+      elements_out(w, reinterpret_cast<const bf16 *>(w.da), 2 * DA_LINE, 4, static_cast<bf16 *>(p.d), p.inter, f0);
     rows_out(w, p.dh, runs_of(p, f0, 32));
     if (step % (BN / 32) == BN / 32 - 1) dact_sums(w, p, place.column, sums);
     __syncwarp();
   }
+  cp_async_wait<0>();
 }
 
 template <int BN>
-__device__ __forceinline__ void epilogue(const float *acc, warp_staging<STORE> *staging, const gemm_params &p,
-                                         h_pieces &) {
+__device__ __forceinline__ void epilogue(const float *acc, warp_staging<STORE> *staging,
+                                         const gemm_params &p) {
   store_steps<BN>(acc, staging, p);
 }
 template <int BN>
-__device__ __forceinline__ void epilogue(const float *acc, warp_staging<ACT> *staging, const gemm_params &p,
-                                         h_pieces &) {
+__device__ __forceinline__ void epilogue(const float *acc, warp_staging<ACT> *staging, const gemm_params &p) {
   act_steps<BN>(acc, staging, p);
 }
 template <int BN>
-__device__ __forceinline__ void epilogue(const float *acc, warp_staging<DACT> *staging, const gemm_params &p,
-                                         h_pieces &asked) {
-  dact_steps<BN>(acc, staging, p, asked);
+__device__ __forceinline__ void epilogue(const float *acc, warp_staging<DACT> *staging,
+                                         const gemm_params &p) {
+  dact_steps<BN>(acc, staging, p);
 }

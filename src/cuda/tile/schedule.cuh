@@ -20,7 +20,8 @@ __device__ __forceinline__ int clamped_offset(const int *row_offset, int e, int 
 
 /* first[e] = row tiles of experts before e, for e = 0 .. experts; warp_total is scratch, one number a warp. All threads of the
  * block; ends with a barrier. */
-template <int BM> __device__ void schedule_prepare(int *first, int *warp_total, const int *row_offset, int experts, int rows) {
+template <int BM>
+__device__ void schedule_prepare(int *first, int *warp_total, const int *row_offset, int experts, int rows) {
   const int threads = blockDim.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int chunk = (experts + threads - 1) / threads;
   const int begin = min(thread * chunk, experts), end = min(begin + chunk, experts);
@@ -48,8 +49,8 @@ template <int BM> __device__ void schedule_prepare(int *first, int *warp_total, 
 }
 
 template <int BM>
-__device__ __forceinline__ tile_place schedule_place(const int *first, const int *row_offset, int experts, int rows,
-                                                     int column_tiles, int tile) {
+__device__ __forceinline__ tile_place schedule_place(const int *first, const int *row_offset, int experts,
+                                                     int rows, int column_tiles, int tile) {
   int low = 0, high = experts; /* the last expert whose first tile is at or before this one */
   while (high - low > 1) {
     const int middle = (low + high) / 2;
