@@ -298,7 +298,7 @@ static int open_bench(struct bench *b, const struct model_config *config, int th
   *b = (struct bench){NULL};
   omp_set_num_threads(threads);
   EXPECT(moe_context_create(&b->ctx, MOE_BACKEND_CPU, threads) == MOE_OK, "%s", moe_last_error());
-  b->m = b->ctx ? model_create(b->ctx, config, 48, training, error, sizeof error) : NULL;
+  b->m = b->ctx ? model_create(b->ctx, b->ctx, config, 48, training, error, sizeof error) : NULL;
   EXPECT(b->m, "%s", error);
   if (!b->m) return 0;
   model_init(b->m, 5);
@@ -486,10 +486,12 @@ TEST(bad_shapes_are_refused) {
   char error[256] = "";
   EXPECT(moe_context_create(&ctx, MOE_BACKEND_CPU, 1) == MOE_OK, "%s", moe_last_error());
   config.heads = 5;
-  EXPECT(!model_create(ctx, &config, 48, 1, error, sizeof error) && strstr(error, "heads"), "'%s'", error);
+  EXPECT(!model_create(ctx, ctx, &config, 48, 1, error, sizeof error) && strstr(error, "heads"), "'%s'",
+         error);
   config = small;
   config.inter = 0;
-  EXPECT(!model_create(ctx, &config, 48, 1, error, sizeof error) && strstr(error, "inter"), "'%s'", error);
+  EXPECT(!model_create(ctx, ctx, &config, 48, 1, error, sizeof error) && strstr(error, "inter"), "'%s'",
+         error);
   moe_context_destroy(ctx);
 }
 

@@ -136,7 +136,9 @@ TEST(long_and_odd_input_is_survived) {
   expect_refused(text, "longer");
   text[PROBLEM_TEXT - 1] = '\0';
   expect_refused(text, "too long");
-  expect_refused("\x01\x80\xff", "\x01");
+  expect_refused("\x01\x80\xff", "byte 0x01");
+  expect_refused("t1 \x1b[2J", "byte 0x1b in the problem: wants text");
+  expect_refused("t1 \x80\xff", "\x80\xff");
   expect_refused("=", "=");
   expect_refused("%s%n", "%s%n");
   expect_refused("groups=1234567890123456789012345678901234567890/1", "groups");
@@ -265,6 +267,8 @@ TEST(malformed_presets_are_refused_by_line_and_column) {
   expect_malformed("name,h,notes\na,1\n", "line 2, column 2");
   expect_malformed("name,h,notes\n,1,\n", "line 2, column 1");
   expect_malformed("name,h,notes\na,\"1\",\n", "line 2");
+  expect_malformed("name,h,notes\na,1,a \"word\"\n", "quotes and control characters are not taken");
+  expect_malformed("name,h,notes\na,1,\x1b[2J\n", "quotes and control characters are not taken");
   expect_malformed("name,h,notes\na,1,", "line 2");
   expect_malformed("name,h,notes\na,1,\na,2,\n", "2 times");
   setenv("MOEBLAS_PRESETS", "/nonexistent/presets.csv", 1);

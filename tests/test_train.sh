@@ -34,6 +34,7 @@ refused() { # code, part of the sentence, then arguments of train
   exits "$code" train "$@" && [[ $(wc -l <"$dir/err") == 1 ]] && grep -q "^moeblas train: .*$part" "$dir/err" ||
     { cat "$dir/err" && return 1; }
 }
+has_gpu() { "$moeblas" check --backend cuda 't8 h64 f64' >/dev/null 2>&1; }
 same() { cmp "$dir/$1/checkpoint.safetensors" "$dir/$2/checkpoint.safetensors"; }
 
 cat docs/*.md include/*.h | head -c 20000 >"$dir/text"
@@ -57,6 +58,12 @@ check "runs with another seed" train "${text[@]}" --out "$dir/seed" --steps 6 --
 check "to other bits" exits 1 same whole seed
 check "balances by bias" train "${text[@]}" --out "$dir/bias" --steps 3 --stop 1 --balance bias
 check "and resumes" train "${text[@]}" --out "$dir/bias" --resume
+check "runs on the CPU in bf16" train "${text[@]}" --out "$dir/half" --steps 4 --backend cpu --dtype bf16 --stop 2
+check "and says so" grep -Eq 'experts on +cpu, in bf16' "$dir/out"
+check "also on the page" grep -q 'experts on cpu in bf16' "$dir/half/report.html"
+check "goes on in fp32" train "${text[@]}" --out "$dir/half" --resume --backend cpu
+check "where fp32 began elsewhere" train "${text[@]}" --out "$dir/full32" --steps 4 --backend cpu
+check "to other bits" exits 1 same half full32
 check "runs out of time" train "${text[@]}" --out "$dir/time" --steps 1000 --minutes 0.001
 check "and says so" grep -q 'resume goes on' "$dir/out"
 
@@ -67,6 +74,7 @@ import json, sys
 got = json.load(sys.stdin)
 for key in "steps train_bpb val_bpb ngram2_bpb ngram4_bpb tokens_per_s seconds params active_params".split():
     assert got[key] > 0, key
+assert got["backend"] in ("cpu", "cuda") and got["dtype"] == "fp32"
 assert got["steps"] == 2 and got["active_params"] < got["params"] and 1 < got["val_bpb"] < 9'
 }
 check "speaks JSON" train "${text[@]}" --out "$dir/json" --steps 2 --json
@@ -106,7 +114,9 @@ check "a word too many" refused 2 "stray" stray
 check "no such preset" refused 2 "huge" "${text[@]}" --preset huge --out "$dir/no"
 check "no such balance" refused 2 "luck" "${text[@]}" --balance luck --out "$dir/no"
 check "no steps" refused 2 "steps" "${text[@]}" --steps 0 --out "$dir/no"
-check "the GPU" refused 2 "cuda" "${text[@]}" --backend cuda --out "$dir/no"
+check "no such back end" refused 2 "tpu" "${text[@]}" --backend tpu --out "$dir/no"
+check "no such format" refused 2 "fp8" "${text[@]}" --dtype fp8 --out "$dir/no"
+has_gpu || check "the GPU where there is none" refused 2 "CUDA" "${text[@]}" --backend cuda --out "$dir/no"
 check "nothing is left of refused runs" test ! -e "$dir/no"
 check "a folder that cannot be made" refused '[23]' "" "${text[@]}" --out /proc/moeblas
 check "a folder that is a file" refused '[23]' "text" "${text[@]}" --out "$dir/text"

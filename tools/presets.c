@@ -5,6 +5,7 @@
  * checked at each use, so that a malformed file is found at once and not when its line is wanted. */
 #include "presets.h"
 
+#include <ctype.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -63,15 +64,16 @@ static bool complain(const struct line *line, int column, const char *path, cons
 /* Cuts the line at its commas. NULL, or what is wrong. */
 static const char *split(struct line *line) {
   const size_t length = strcspn(line->text, "\n");
+  line->count = 0;
   if (line->text[length] != '\n') return "the line is too long or has no end";
   line->text[length] = '\0';
-  line->count = 0;
+  for (const char *c = line->text; *c; c++)
+    if (iscntrl((unsigned char)*c) || *c == '"') return "quotes and control characters are not taken";
   for (char *at = line->text;; at++) {
     if (line->count == COLUMNS) return "too many cells";
     line->cells[line->count++] = at;
     at += strcspn(at, ",");
-    if (*at == '\0')
-      return strpbrk(line->text, "\"\r\t") ? "quotes, tabs and carriage returns are not taken" : NULL;
+    if (*at == '\0') return NULL;
     *at = '\0';
   }
 }

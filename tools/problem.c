@@ -5,6 +5,7 @@
  * Invariant: the table bounds every size before it is multiplied, so that all products fit in 63 bits. */
 #include "problem.h"
 
+#include <ctype.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -169,6 +170,9 @@ bool problem_parse(const char *text, struct problem *problem, char *error, size_
   problem_default(problem);
   if (strlen(text) >= PROBLEM_TEXT)
     return problem_refuse(&reply, "the problem is longer than %d bytes", PROBLEM_TEXT - 1);
+  for (const char *c = text; *c; c++)
+    if (iscntrl((unsigned char)*c) && !strchr("\t\r\n", *c))
+      return problem_refuse(&reply, "byte 0x%02x in the problem: wants text", (unsigned char)*c);
   const int count = read_words(text, words, &reply);
   if (count < 0) return false;
   for (int round = 0; round < ROUND_COUNT; round++) {

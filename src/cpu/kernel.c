@@ -34,7 +34,12 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float vec_memory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef float vec4 __attribute__((vector_size(16)));
 typedef float vec4_memory __attribute__((vector_size(16), aligned(4), may_alias));
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else /* which has that one from 12 on only */
 typedef int index4 __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (index4){__VA_ARGS__})
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -120,14 +125,14 @@ static void read_rows(float *dst, int64_t ldd, const void *src, moe_dtype dtype,
 static void transpose4(float *dst, int64_t ldd, const float *src, int64_t lds) {
   const vec4 r0 = *(const vec4_memory *)src, r1 = *(const vec4_memory *)(src + lds);
   const vec4 r2 = *(const vec4_memory *)(src + 2 * lds), r3 = *(const vec4_memory *)(src + 3 * lds);
-  const vec4 low02 = __builtin_shuffle(r0, r2, (index4){0, 4, 1, 5});
-  const vec4 low13 = __builtin_shuffle(r1, r3, (index4){0, 4, 1, 5});
-  const vec4 high02 = __builtin_shuffle(r0, r2, (index4){2, 6, 3, 7});
-  const vec4 high13 = __builtin_shuffle(r1, r3, (index4){2, 6, 3, 7});
-  *(vec4_memory *)dst = __builtin_shuffle(low02, low13, (index4){0, 4, 1, 5});
-  *(vec4_memory *)(dst + ldd) = __builtin_shuffle(low02, low13, (index4){2, 6, 3, 7});
-  *(vec4_memory *)(dst + 2 * ldd) = __builtin_shuffle(high02, high13, (index4){0, 4, 1, 5});
-  *(vec4_memory *)(dst + 3 * ldd) = __builtin_shuffle(high02, high13, (index4){2, 6, 3, 7});
+  const vec4 low02 = SHUFFLE(r0, r2, 0, 4, 1, 5);
+  const vec4 low13 = SHUFFLE(r1, r3, 0, 4, 1, 5);
+  const vec4 high02 = SHUFFLE(r0, r2, 2, 6, 3, 7);
+  const vec4 high13 = SHUFFLE(r1, r3, 2, 6, 3, 7);
+  *(vec4_memory *)dst = SHUFFLE(low02, low13, 0, 4, 1, 5);
+  *(vec4_memory *)(dst + ldd) = SHUFFLE(low02, low13, 2, 6, 3, 7);
+  *(vec4_memory *)(dst + 2 * ldd) = SHUFFLE(high02, high13, 0, 4, 1, 5);
+  *(vec4_memory *)(dst + 3 * ldd) = SHUFFLE(high02, high13, 2, 6, 3, 7);
 }
 
 /* The inner loop runs over 4 lines of dst at most, so that each is completed while it is in cache. */

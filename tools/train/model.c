@@ -111,7 +111,6 @@ static void carve_layer(struct carver *c, struct layer *y, const struct model *m
   y->mixed = floats(c, m->tokens * dim);
   y->x2 = floats(c, m->tokens * dim);
   y->rstd2 = floats(c, m->tokens);
-  y->saved = m->training ? carve(c, (int64_t)m->saved_bytes, 1) : NULL;
 }
 
 static void carve_all(struct carver *c, struct model *m) {
@@ -145,22 +144,6 @@ static void carve_all(struct carver *c, struct model *m) {
   m->workspace = carve(c, (int64_t)m->workspace_bytes, 1);
 }
 
-/* The library's views of layer l's share of value and grad. */
-static void connect(struct model *m, int64_t l) {
-  struct layer *y = m->layer + l;
-  y->params = (moe_params)MOE_PARAMS_INIT;
-  y->params.router_weight = model_value(m, l, PART_ROUTER);
-  y->params.w1 = model_value(m, l, PART_W1);
-  y->params.w2 = model_value(m, l, PART_W2);
-  if (m->config.balance == BALANCE_BIAS)
-    y->params.correction_bias = m->correction_bias + l * m->config.experts;
-  if (!m->training) return;
-  y->grads = (moe_param_grads)MOE_PARAM_GRADS_INIT;
-  y->grads.router_weight = model_grad(m, l, PART_ROUTER);
-  y->grads.w1 = model_grad(m, l, PART_W1);
-  y->grads.w2 = model_grad(m, l, PART_W2);
-}
-
 static int allocate(struct model *m) {
   struct carver carver = {NULL, 0};
   carve_all(&carver, m);
@@ -171,19 +154,24 @@ static int allocate(struct model *m) {
   carve_all(&carver, m);
   struct table table = {m->param, 0, 0};
   place_all(&table, &m->config);
-  for (int64_t l = 0; l < m->config.layers; l++) connect(m, l);
   rope_table(m->rope, m->config.sequence, m->attention.width);
   return 1;
 }
 
-static moe_status plan(struct model *m) {
+static struct experts *create_experts(const struct model *m, moe_context *ctx, char *error,
+                                      size_t error_bytes) {
   const struct model_config *c = &m->config;
+  const int64_t first = model_offset(m, 0, PART_ROUTER);
+  const struct experts_run run = {.w1 = model_offset(m, 0, PART_W1) - first,
+                                  .w2 = model_offset(m, 0, PART_W2) - first,
+                                  .floats = model_offset(m, 1, PART_NORM1) - first};
   moe_config config = MOE_CONFIG_INIT;
   config.hidden = c->dim;
   config.inter = c->inter;
   config.experts = c->experts;
   config.topk = c->topk;
-  config.dtype = MOE_FP32;
+  config.dtype = c->dtype == MOE_BF16 ? MOE_BF16 : MOE_FP32;
+  config.router_dtype = config.grad_dtype = MOE_FP32;
   config.act = (moe_act_desc){.kind = MOE_ACT_SILU, .gated = 1};
   config.router.renormalize = 1;
   if (c->balance == BALANCE_LOSS) {
@@ -193,32 +181,28 @@ static moe_status plan(struct model *m) {
   } else {
     config.router.score = MOE_SCORE_SIGMOID;
   }
-  return moe_plan_create(&m->plan, m->ctx, &config);
+  return experts_create(m->ctx, ctx, &config, &run, c->layers, m->tokens, m->training, error, error_bytes);
 }
 
 /* Fills in what follows from the configuration. */
-static struct model *create(struct model *m, char *error, size_t error_bytes) {
+static int create(struct model *m, moe_context *experts_ctx, char *error, size_t error_bytes) {
   struct table table = {NULL, 0, 0};
   place_all(&table, &m->config);
   m->params = table.count;
   m->count = table.floats;
   m->attention = (struct attention){
       .length = m->config.sequence, .heads = m->config.heads, .width = m->config.dim / m->config.heads};
-  if (plan(m) != MOE_OK) {
-    text_fail(0, error, error_bytes, "%s", moe_last_error());
-    return NULL;
-  }
-  m->saved_bytes = moe_plan_saved(m->plan, m->tokens);
   m->workspace_bytes = model_workspace(m);
-  if (m->workspace_bytes == SIZE_MAX || m->saved_bytes == SIZE_MAX || !allocate(m)) {
+  if (m->workspace_bytes == SIZE_MAX || !allocate(m)) {
     text_fail(0, error, error_bytes, "not enough memory for the model and %lld tokens", (long long)m->tokens);
-    return NULL;
+    return 0;
   }
-  return m;
+  m->experts = create_experts(m, experts_ctx, error, error_bytes);
+  return m->experts != NULL;
 }
 
-struct model *model_create(moe_context *ctx, const struct model_config *config, int64_t tokens, int training,
-                           char *error, size_t error_bytes) {
+struct model *model_create(moe_context *ctx, moe_context *experts_ctx, const struct model_config *config,
+                           int64_t tokens, int training, char *error, size_t error_bytes) {
   if (config->dim % (2 * config->heads) || config->experts % 4) {
     text_fail(0, error, error_bytes, "dim %d must be a multiple of 2 heads (%d), and experts (%d) of 4",
               (int)config->dim, (int)config->heads, (int)config->experts);
@@ -230,14 +214,14 @@ struct model *model_create(moe_context *ctx, const struct model_config *config, 
     return NULL;
   }
   *m = (struct model){.config = *config, .ctx = ctx, .tokens = tokens, .training = training};
-  if (create(m, error, error_bytes)) return m;
+  if (create(m, experts_ctx, error, error_bytes)) return m;
   model_destroy(m);
   return NULL;
 }
 
 void model_destroy(struct model *m) {
   if (!m) return;
-  moe_plan_destroy(m->plan);
+  experts_destroy(m->experts);
   free(m->memory);
   free(m);
 }

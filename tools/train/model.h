@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The model that `moeblas train` trains: a byte-level decoder-only transformer with MoE feed-forward layers, in fp32.
+ * The model that `moeblas train` trains: a byte-level decoder-only transformer with MoE feed-forward layers, in fp32
+ * on the CPU; the MoE layers may run on another back end and in bf16 (experts.h).
  *
  *     x = embed(bytes)
  *     x = x + attention(rmsnorm(x)) Wproj^T        causal, rotary     } each layer
@@ -11,7 +12,7 @@
  * each, so that the optimizer and the gradient norm see a flat vector. Bits do not depend on the number of threads. */
 #pragma once
 
-#include "moeblas.h"
+#include "experts.h"
 #include "ops.h"
 
 enum {
@@ -32,6 +33,7 @@ struct model_config {
   int64_t inter;
   int64_t sequence; /* longest context, in bytes */
   enum model_balance balance;
+  moe_dtype dtype; /* of the MoE layers: MOE_BF16, else fp32 */
 };
 
 struct param {
@@ -60,17 +62,14 @@ struct layer {
   float *mixed; /* what attention gives, before Wproj */
   float *x2;    /* after attention */
   float *rstd2;
-  void *saved;                  /* of moe_forward */
   int32_t *counts;              /* [experts] slots of the last forward */
   _Alignas(16) float losses[2]; /* balancing loss, z-loss of the last forward */
-  moe_params params;
-  moe_param_grads grads;
 };
 
 struct model {
   struct model_config config;
   moe_context *ctx;
-  moe_plan *plan;
+  struct experts *experts;
   int64_t tokens;   /* most in a call */
   int64_t position; /* of the first token of the running call in its sequence: 0 but in model_step */
   int training;     /* gradients and one set of activations a layer; else the layers share all but qkv */
@@ -92,19 +91,18 @@ struct model {
   double *row_loss;
   float *rope;
   struct attention attention;
-  void *saved; /* moe_plan_saved bytes of one layer, times layers */
-  size_t saved_bytes;
-  void *workspace;
+  void *workspace; /* of the dense products */
   size_t workspace_bytes;
-  void *memory; /* owns all of the above */
+  void *memory; /* owns all of the above but what the experts have */
   double seconds[TIME_COUNT];
   double mark; /* when the last of them was taken */
 };
 
-/* For calls of up to `tokens` tokens. Parameters are 0 until model_init or a checkpoint fills them. The context must
- * outlive the model. NULL on failure, with a sentence. */
-struct model *model_create(moe_context *ctx, const struct model_config *config, int64_t tokens, int training,
-                           char *error, size_t error_bytes);
+/* For calls of up to `tokens` tokens. Parameters are 0 until model_init or a checkpoint fills them. ctx is one of the CPU,
+ * experts_ctx the one that the MoE layers run on, which may be the same; both must outlive the model. NULL on failure,
+ * with a sentence. */
+struct model *model_create(moe_context *ctx, moe_context *experts_ctx, const struct model_config *config,
+                           int64_t tokens, int training, char *error, size_t error_bytes);
 void model_destroy(struct model *m);
 
 /* Random first values: the same for equal seeds and configurations. */

@@ -27,5 +27,5 @@ static inline float *model_value(const struct model *m, int64_t layer, enum mode
 static inline float *model_grad(const struct model *m, int64_t layer, enum model_part part) {
   return m->grad + model_offset(m, layer, part);
 }
-/* Bytes of m->workspace: enough for every call of the library in a pass. SIZE_MAX on bad sizes. */
+/* Bytes of m->workspace: enough for every dense product of a pass. SIZE_MAX on bad sizes. */
 size_t model_workspace(const struct model *m);

@@ -3,7 +3,7 @@
  * A pass through the model: forward, loss, backward. Straight-line calls; read it beside the formula in model.h.
  *
  * Every matrix product is the library's, as a product of one expert. A layer keeps its two inputs, q k v, what attention
- * gives and what moe_forward saves; normalised inputs are computed again in the backward. The gradient of the residual
+ * gives, and the experts what moe_forward saves; normalised inputs are computed again in the backward. The gradient of the residual
  * stream is m->dx, to which each branch adds its own. */
 #include "model.h"
 
@@ -83,7 +83,7 @@ static moe_status dense_backward(const struct model *m, float *dx, float *dw, co
 
 size_t model_workspace(const struct model *m) {
   const int64_t dim = m->config.dim, width[] = {3 * dim, dim, MODEL_BYTES};
-  size_t most = moe_plan_workspace(m->plan, m->tokens);
+  size_t most = 0;
   for (int i = 0; i < 3; i++) {
     const moe_gemm_args out = gemm_args(m, m->tokens, width[i], dim, TO_OUTPUT);
     const moe_gemm_args in = gemm_args(m, m->tokens, dim, width[i], TO_INPUT);
@@ -118,25 +118,23 @@ static moe_status attention_forward(struct model *m, int64_t l, int64_t tokens) 
   return MOE_OK;
 }
 
-static moe_status experts_forward(struct model *m, int64_t l, int64_t tokens) {
+static moe_status experts_layer_forward(struct model *m, int64_t l, int64_t tokens) {
   struct layer *y = m->layer + l;
   const int64_t dim = m->config.dim;
   rmsnorm_rstd(y->rstd2, y->x2, tokens, dim);
   rmsnorm_apply(m->norm, y->x2, y->rstd2, model_value(m, l, PART_NORM2), tokens, dim);
   spent(m, TIME_OTHER);
-  moe_forward_args f = MOE_FORWARD_ARGS_INIT;
-  f.tokens = tokens;
-  f.x = m->norm;
-  f.params = &y->params;
-  f.out = m->dnorm;
-  f.counts = y->counts;
-  f.losses = y->losses;
-  f.saved = y->saved;
-  f.saved_bytes = y->saved ? m->saved_bytes : 0;
-  f.workspace = m->workspace;
-  f.workspace_bytes = m->workspace_bytes;
-  TRY(moe_forward(m->plan, &f, NULL));
+  TRY(experts_forward(m->experts, l, tokens, m->norm, m->dnorm, y->counts, y->losses));
   add(l + 1 < m->config.layers ? y[1].x : m->x, y->x2, m->dnorm, tokens * dim);
+  spent(m, TIME_EXPERTS);
+  return MOE_OK;
+}
+
+/* What a pass begins with: the optimizer has changed the parameters since the last. */
+static moe_status load_experts(struct model *m) {
+  for (int64_t l = 0; l < m->config.layers; l++)
+    TRY(experts_load(m->experts, l, model_value(m, l, PART_ROUTER),
+                     m->config.balance == BALANCE_BIAS ? m->correction_bias + l * m->config.experts : NULL));
   spent(m, TIME_EXPERTS);
   return MOE_OK;
 }
@@ -148,10 +146,11 @@ static moe_status forward(struct model *m, const uint8_t *input, int64_t sequenc
   m->attention.sequences = sequences;
   m->attention.length = length;
   m->position = position;
+  if (position == 0) TRY(load_experts(m));
   embed(m->layer[0].x, m->value + m->param[0].offset, input, tokens, dim);
   for (int64_t l = 0; l < last; l++) {
     TRY(attention_forward(m, l, tokens));
-    TRY(experts_forward(m, l, tokens));
+    TRY(experts_layer_forward(m, l, tokens));
   }
   rmsnorm_rstd(m->rstd, m->x, tokens, dim);
   rmsnorm_apply(m->norm, m->x, m->rstd, model_value(m, last, PART_LAST_NORM), tokens, dim);
@@ -179,23 +178,12 @@ moe_status model_loss(struct model *m, const uint8_t *input, const uint8_t *targ
 
 /* ---- backward: m->dx holds the gradient of a layer's output, then of x2, then of x ------------------------------ */
 
-static moe_status experts_backward(struct model *m, int64_t l, int64_t tokens) {
+static moe_status experts_layer_backward(struct model *m, int64_t l, int64_t tokens) {
   struct layer *y = m->layer + l;
   const float *gain = model_value(m, l, PART_NORM2);
   rmsnorm_apply(m->norm, y->x2, y->rstd2, gain, tokens, m->config.dim);
   spent(m, TIME_OTHER);
-  moe_backward_args b = MOE_INIT(moe_backward_args);
-  b.tokens = tokens;
-  b.x = m->norm;
-  b.params = &y->params;
-  b.dout = m->dx;
-  b.saved = y->saved;
-  b.saved_bytes = m->saved_bytes;
-  b.workspace = m->workspace;
-  b.workspace_bytes = m->workspace_bytes;
-  b.dx = m->dnorm;
-  b.grads = &y->grads;
-  TRY(moe_backward(m->plan, &b, NULL));
+  TRY(experts_backward(m->experts, l, tokens, m->norm, m->dx, m->dnorm, model_grad(m, l, PART_ROUTER)));
   spent(m, TIME_EXPERTS);
   rmsnorm_backward(m->dx, model_grad(m, l, PART_NORM2), m->dnorm, y->x2, y->rstd2, gain, tokens,
                    m->config.dim, 1);
@@ -235,7 +223,7 @@ moe_status model_gradient(struct model *m, const uint8_t *input, const uint8_t *
   rmsnorm_backward(m->dx, model_grad(m, last, PART_LAST_NORM), m->dnorm, m->x, m->rstd,
                    model_value(m, last, PART_LAST_NORM), tokens, dim, 0);
   for (int64_t l = last - 1; l >= 0; l--) {
-    TRY(experts_backward(m, l, tokens));
+    TRY(experts_layer_backward(m, l, tokens));
     TRY(attention_layer_backward(m, l, tokens));
   }
   embed_backward(m->grad + m->param[0].offset, m->dx, input, tokens, dim);

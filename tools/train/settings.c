@@ -50,13 +50,15 @@ int settings_parse(struct settings *s, int argc, char **argv) {
        1e9},
       {"--stop", "N", "save and stop after step N of them", OPTION_INTEGER, &s->stop, 1, 1e9},
       {"--minutes", "M", "save and stop after M minutes (default: never)", OPTION_REAL, &s->minutes, 0, 1e6},
-      {"--resume", NULL, "go on from DIR/checkpoint.safetensors, to the same bits", OPTION_FLAG, &s->resume,
-       0, 0},
+      {"--resume", NULL, "go on from DIR/checkpoint.safetensors, on the same back end to the same bits",
+       OPTION_FLAG, &s->resume, 0, 0},
       {"--seed", "N", "of first values, order of the data, sampling (default 1)", OPTION_INTEGER, &s->seed, 0,
        1e15},
       {"--threads", "N", "0: as many as there are (default); changes no bit", OPTION_INTEGER, &s->threads, 0,
        1024},
-      {"--backend", "NAME", "auto (default) or cpu; cuda is not there yet", OPTION_TEXT, &s->backend, 0, 0},
+      {"--backend", "NAME", "of the MoE layers: auto (default: cuda where there is a GPU), cpu or cuda",
+       OPTION_TEXT, &s->backend, 0, 0},
+      {"--dtype", "NAME", "of the MoE layers: fp32 (default) or bf16", OPTION_TEXT, &s->dtype, 0, 0},
       {"--json", NULL, "last line of stdout: one JSON object; the rest to stderr", OPTION_FLAG, &s->json, 0,
        0},
       {"--sample", "TEXT", "do not train: continue TEXT by the checkpoint in DIR", OPTION_TEXT, &s->sample, 0,
@@ -66,7 +68,7 @@ int settings_parse(struct settings *s, int argc, char **argv) {
   const struct command command = {
       .name = "train",
       .arguments = "[--data FILE...]",
-      .about = "Trains a small byte-level MoE transformer on the CPU and compares it with n-gram models.",
+      .about = "Trains a small byte-level MoE transformer and compares it with n-gram models.",
       .more = more,
       .options = options,
       .option_count = sizeof options / sizeof *options};
@@ -90,10 +92,14 @@ bool settings_resolve(struct settings *s, char *error, size_t error_bytes) {
   const bool bias = s->balance && strcmp(s->balance, "bias") == 0;
   if (s->balance && !bias && strcmp(s->balance, "loss"))
     return text_fail(0, error, error_bytes, "--balance '%s': wants loss or bias", s->balance);
+  const bool rounded = s->dtype && strcmp(s->dtype, "bf16") == 0;
+  if (s->dtype && !rounded && strcmp(s->dtype, "fp32"))
+    return text_fail(0, error, error_bytes, "--dtype '%s': wants fp32 or bf16", s->dtype);
   s->preset = p->name;
   s->balance = bias ? "bias" : "loss";
   s->model = p->model;
   s->model.balance = bias ? BALANCE_BIAS : BALANCE_LOSS;
+  s->model.dtype = rounded ? MOE_BF16 : MOE_FP32;
   s->sequences = p->sequences;
   s->rate = p->rate;
   if (s->steps < 0) s->steps = p->steps;

@@ -12,6 +12,7 @@ struct settings {
   const char *preset;
   const char *balance;
   const char *backend;
+  const char *dtype;
   const char *out;
   const char *sample;
   int64_t steps;
@@ -37,5 +38,6 @@ int settings_parse(struct settings *s, int argc, char **argv);
  * False with a sentence for a name that is none. */
 bool settings_resolve(struct settings *s, char *error, size_t error_bytes);
 
-/* "layers=4 dim=128 ...": everything about the model and the batch that a checkpoint must agree on. */
+/* "layers=4 dim=128 ...": everything about the model and the batch that a checkpoint must agree on. Not the
+ * back end and its dtype: parameters and moments are fp32 wherever the layers run. */
 void settings_describe(const struct settings *s, char *text, size_t bytes);

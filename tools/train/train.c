@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * `moeblas train`: trains, reports, saves; or continues a text. The learning that happens depends on the settings alone:
- * clocks decide only when a run stops early, and such a run goes on with --resume to the same bits. */
+ * clocks decide only when a run stops early, and such a run goes on with --resume to the same bits on the same back end. */
 #include "train.h"
 
 #include <math.h>
@@ -187,6 +187,7 @@ static void print_summary(const struct watch *w, const struct report_summary *s)
   print_number(f, "  byte n-gram, order 4", s->ngram4_bpb, "bits/byte");
   print_number(f, "training text", s->train_bpb, "bits/byte");
   print_number(f, "speed", s->tokens_per_s, "tokens/s");
+  fprintf(f, "  %-28s %s, in %s\n", "experts on", trainer_backend(w->trainer), trainer_dtype(w->trainer));
   fprintf(f, "  %-28s %lld, of which a token uses %lld\n", "parameters", (long long)s->params,
           (long long)s->active_params);
   const char *out = w->trainer->settings.out;
@@ -204,8 +205,9 @@ static void json_number(const char *key, double value) {
     printf(", \"%s\": null", key);
 }
 
-static void print_json(const struct report_summary *s) {
-  printf("{\"steps\": %lld", (long long)s->steps);
+static void print_json(const struct trainer *r, const struct report_summary *s) {
+  printf("{\"steps\": %lld, \"backend\": \"%s\", \"dtype\": \"%s\"", (long long)s->steps, trainer_backend(r),
+         trainer_dtype(r));
   json_number("train_bpb", s->train_bpb);
   json_number("val_bpb", s->val_bpb);
   json_number("ngram2_bpb", s->ngram2_bpb);
@@ -237,8 +239,8 @@ static int finish(struct watch *w) {
   if (code) return code;
   memcpy(seconds, r->model->seconds, sizeof r->model->seconds);
   seconds[TRAINER_TIME_OPTIMIZER] = r->optimizer_seconds;
-  snprintf(title, sizeof title, "moeblas train, preset %s, seed %lld", r->settings.preset,
-           (long long)r->settings.seed);
+  snprintf(title, sizeof title, "moeblas train, preset %s, seed %lld, experts on %s in %s",
+           r->settings.preset, (long long)r->settings.seed, trainer_backend(r), trainer_dtype(r));
   const struct report_summary s = {.ngram2_bpb = w->ngram2,
                                    .ngram4_bpb = w->ngram4,
                                    .train_bpb = w->train_bpb,
@@ -259,7 +261,7 @@ static int finish(struct watch *w) {
   if (r->step < r->settings.steps)
     fprintf(w->file, "\nstopped after step %lld of %lld; --resume goes on from there\n", (long long)r->step,
             (long long)r->settings.steps);
-  if (r->settings.json) print_json(&s);
+  if (r->settings.json) print_json(r, &s);
   return interrupted ? EXIT_INTERRUPTED : 0;
 }
 

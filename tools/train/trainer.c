@@ -25,26 +25,35 @@ static int status_code(moe_status status, char *error, size_t error_bytes) {
   return text_fail(bad ? EXIT_INPUT : EXIT_SYSTEM, error, error_bytes, "%s", moe_last_error());
 }
 
-/* The model's arrays are plain host memory, so `auto` means the CPU whatever the library could choose. */
-static int open_context(struct trainer *r, char *error, size_t error_bytes) {
+/* The MoE layers go to the GPU where there is one; everything else is the CPU's, which is what --threads is about. */
+static int open_contexts(struct trainer *r, char *error, size_t error_bytes) {
   moe_backend backend;
   if (!cli_backend(r->settings.backend, &backend))
     return text_fail(EXIT_INPUT, error, error_bytes, "--backend '%s': wants auto, cpu or cuda",
                      r->settings.backend);
-  if (backend == MOE_BACKEND_CUDA)
-    return text_fail(EXIT_INPUT, error, error_bytes,
-                     "--backend cuda: training keeps its arrays in host memory and runs on the CPU only");
-  const moe_status status = moe_context_create(&r->ctx, MOE_BACKEND_CPU, (int)r->settings.threads);
+  if (backend == MOE_BACKEND_AUTO && moe_backend_available(MOE_BACKEND_CUDA) == MOE_OK)
+    backend = MOE_BACKEND_CUDA;
+  moe_status status = moe_context_create(&r->ctx, MOE_BACKEND_CPU, (int)r->settings.threads);
   if (status == MOE_OK) omp_set_num_threads(moe_context_units(r->ctx));
+  if (status == MOE_OK && backend == MOE_BACKEND_CUDA) status = moe_context_create(&r->device, backend, 0);
   return status_code(status, error, error_bytes);
+}
+
+const char *trainer_backend(const struct trainer *r) {
+  return cli_backend_name(moe_context_backend(r->device ? r->device : r->ctx));
+}
+
+const char *trainer_dtype(const struct trainer *r) {
+  return r->settings.model.dtype == MOE_BF16 ? "bf16" : "fp32";
 }
 
 int trainer_open(struct trainer *r, int training, char *error, size_t error_bytes) {
   const struct settings *s = &r->settings;
   const int64_t tokens = (training ? s->sequences : 1) * s->model.sequence;
-  const int code = open_context(r, error, error_bytes);
+  const int code = open_contexts(r, error, error_bytes);
   if (code) return code;
-  r->model = model_create(r->ctx, &s->model, tokens, training, error, error_bytes);
+  r->model =
+      model_create(r->ctx, r->device ? r->device : r->ctx, &s->model, tokens, training, error, error_bytes);
   if (!r->model) return EXIT_SYSTEM;
   if (!training) return 0;
   r->first = calloc((size_t)r->model->count, sizeof *r->first);
@@ -58,6 +67,7 @@ int trainer_open(struct trainer *r, int training, char *error, size_t error_byte
 
 void trainer_close(struct trainer *r) {
   model_destroy(r->model);
+  moe_context_destroy(r->device);
   moe_context_destroy(r->ctx);
   corpus_free(&r->corpus);
   free(r->first);

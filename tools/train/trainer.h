@@ -17,7 +17,8 @@ enum trainer_time { /* where the time of the steps goes: the model's places, the
 struct trainer {
   struct settings settings;
   struct corpus corpus;
-  moe_context *ctx;
+  moe_context *ctx;    /* of the CPU */
+  moe_context *device; /* of CUDA; NULL: the MoE layers run on the CPU, too */
   struct model *model;
   float *first; /* moments of AdamW, [model->count] each */
   float *second;
@@ -34,9 +35,13 @@ struct trainer {
 
 /* All return 0, 2 (bad input) or 3 (input/output, memory) with one sentence in error. */
 
-/* Context and model for settings.model; with `training` also moments and batches. */
+/* Contexts and model for settings.model; with `training` also moments and batches. */
 int trainer_open(struct trainer *r, int training, char *error, size_t error_bytes);
 void trainer_close(struct trainer *r);
+
+/* "cpu" or "cuda": where the MoE layers run; and what they compute in. */
+const char *trainer_backend(const struct trainer *r);
+const char *trainer_dtype(const struct trainer *r);
 
 /* One step of training. A loss that is not finite is refused before it reaches the parameters. */
 int trainer_step(struct trainer *r, char *error, size_t error_bytes);
