@@ -25,11 +25,12 @@ moe_status moe_cuda_graph_begin(moe_context *ctx, moe_stream stream) {
 /* Nodes that make the device work; the rest only orders them. */
 static moe_status count_launches(cudaGraph_t graph, int64_t *launches) {
   size_t count = 0;
+  *launches = 0;
   CUDA_TRY("graph_end", cudaGraphGetNodes(graph, NULL, &count));
-  cudaGraphNode_t *nodes = moe_host_alloc((count + 1) * sizeof *nodes);
+  if (count == 0) return MOE_OK; /* there is nothing to ask for, and asking for it is an error */
+  cudaGraphNode_t *nodes = moe_host_alloc(count * sizeof *nodes);
   CHECK(nodes != NULL, MOE_ERROR_MEMORY, "graph_end: no memory for %zu nodes", count);
   cudaError_t result = cudaGraphGetNodes(graph, nodes, &count);
-  *launches = 0;
   for (size_t i = 0; i < count && result == cudaSuccess; i++) {
     enum cudaGraphNodeType type = cudaGraphNodeTypeEmpty;
     result = cudaGraphNodeGetType(nodes[i], &type);

@@ -141,20 +141,18 @@ template <int KIND, int LEVEL>
 __device__ __forceinline__ void dact_rows(const warp_tile &w, const gemm_params &p, float *sum) {
   constexpr bool large =
       KIND == MOE_ACT_GELU || KIND == MOE_ACT_GELU_TANH || KIND == MOE_ACT_RELU2_TANH || KIND == MOE_ACT_SITU;
-  constexpr int COUNT = large || LEVEL == SOFT ? 1 : 2;
+  constexpr int COUNT = large || LEVEL == SOFT ? 1 : LEVEL == PLAIN && KIND == MOE_ACT_SILU ? 4 : 2;
   const pair_layout l = layout_of(p);
 #pragma unroll 1
   for (int first = 0; first < 8; first += COUNT) {
     pairs<COUNT> h = load_pairs<COUNT>(w, l, first);
     pair_grads d[COUNT];
-    float2 da[COUNT];
-#pragma unroll
-    for (int q = 0; q < COUNT; q++) da[q] = *reinterpret_cast<const float2 *>(da_at(w, first + q));
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {
       const int i = (first + q) % 2;
+      const float2 da = *reinterpret_cast<const float2 *>(da_at(w, first + q));
       const float part =
-          dact_pair<KIND, LEVEL>(p, da[q], h.gate[q], h.up[q], w.weight[w.lane / 4 + 8 * i], &d[q]);
+          dact_pair<KIND, LEVEL>(p, da, h.gate[q], h.up[q], w.weight[w.lane / 4 + 8 * i], &d[q]);
       sum[0] += i == 0 ? part : 0.0f;
       sum[1] += i == 1 ? part : 0.0f;
       h.gate[q] = d[q].gate;

@@ -319,12 +319,12 @@ __device__ __forceinline__ void dact_sums(const warp_tile &w, const gemm_params 
 template <int BN> __device__ __forceinline__ void stage_da(const float *acc, const warp_tile &w, int step) {
   float *da = w.da + w.lane / 4 * DA_LINE + w.lane % 4 * 2;
   switch (step) {
-#define CASE(U)                                                                                                \
-  case U:                                                                                                      \
-    if constexpr (U < tile_shape<BN>::accumulators / 16)                                                       \
-      for (int q = 0; q < 8; q++) /* unrolled, so that acc has constant indices */                             \
-        *reinterpret_cast<float2 *>(da + q % 2 * 8 * DA_LINE + q / 2 * 8) =                                    \
-            make_float2(acc[U * 16 + 2 * q], acc[U * 16 + 2 * q + 1]);                                         \
+#define CASE(U)                                                                    \
+  case U:                                                                          \
+    if constexpr (U < tile_shape<BN>::accumulators / 16)                           \
+      for (int q = 0; q < 8; q++) /* unrolled, so that acc has constant indices */ \
+        *reinterpret_cast<float2 *>(da + q % 2 * 8 * DA_LINE + q / 2 * 8) =        \
+            make_float2(acc[U * 16 + 2 * q], acc[U * 16 + 2 * q + 1]);             \
     break;
     EACH_OF_12(CASE)
 #undef CASE
@@ -333,7 +333,8 @@ template <int BN> __device__ __forceinline__ void stage_da(const float *acc, con
 
 /* 32 elements a step; h is asked for a step ahead, for the first one before the product. */
 template <int BN>
-__device__ __forceinline__ void dact_steps(const float *acc, warp_staging<DACT> *staging, const gemm_params &p) {
+__device__ __forceinline__ void dact_steps(const float *acc, warp_staging<DACT> *staging,
+                                           const gemm_params &p) {
   float sums[2] = {0, 0};
 #pragma unroll 1
   for (int step = 0; step < tile_shape<BN>::accumulators / 16; step++) {
@@ -347,7 +348,8 @@ __device__ __forceinline__ void dact_steps(const float *acc, warp_staging<DACT> 
     const warp_tile w = dact_part<BN>(staging, place, step);
     const int f0 = place.column * BN + step % (BN / 32) * 32;
     if (p.d != nullptr)
-      elements_out(w, reinterpret_cast<const bf16 *>(w.da), 2 * DA_LINE, 4, static_cast<bf16 *>(p.d), p.inter, f0);
+      elements_out(w, reinterpret_cast<const bf16 *>(w.da), 2 * DA_LINE, 4, static_cast<bf16 *>(p.d), p.inter,
+                   f0);
     rows_out(w, p.dh, runs_of(p, f0, 32));
     if (step % (BN / 32) == BN / 32 - 1) dact_sums(w, p, place.column, sums);
     __syncwarp();
