@@ -7,6 +7,7 @@
 #include "test.h"
 
 #include <math.h>
+#include <time.h>
 
 #include "cpu/kernel.h"
 #include "moeblas_ops.h"
@@ -32,6 +33,16 @@ void __wrap_moe_host_free(void *pointer) {
   __real_moe_host_free(pointer);
 }
 
+/* ---- time stands still until a test moves it */
+
+static struct timespec now;
+int __wrap_clock_gettime(clockid_t clock, struct timespec *time);
+
+int __wrap_clock_gettime(clockid_t clock, struct timespec *time) {
+  *time = now;
+  return clock == CLOCK_MONOTONIC ? 0 : -1;
+}
+
 static moe_context *cpu(int threads) {
   moe_context *ctx = NULL;
   if (moe_context_create(&ctx, MOE_BACKEND_CPU, threads) != MOE_OK) exit(2);
@@ -50,6 +61,20 @@ TEST(every_block_comes_back) {
   moe_timer_destroy(timer);
   moe_context_destroy(ctx);
   EXPECT(blocks == 0, "%d blocks are still held", blocks);
+}
+
+TEST(a_timer_counts_seconds_and_nanoseconds) {
+  moe_context *ctx = cpu(1);
+  moe_timer *a, *b;
+  double us = 0;
+  REQUIRE(moe_timer_create(ctx, &a) == MOE_OK && moe_timer_create(ctx, &b) == MOE_OK, "%s", moe_last_error());
+  now = (struct timespec){1, 750000000};
+  EXPECT(moe_timer_record(a, NULL) == MOE_OK, "%s", moe_last_error());
+  now = (struct timespec){4, 250000000};
+  EXPECT(moe_timer_record(b, NULL) == MOE_OK, "%s", moe_last_error());
+  EXPECT(moe_timer_elapsed_us(a, b, &us) == MOE_OK && us == 2500000, "%g us", us);
+  moe_timer_destroy(a), moe_timer_destroy(b);
+  moe_context_destroy(ctx);
 }
 
 /* ---- contexts and kernels */
@@ -116,6 +141,23 @@ TEST(numbers_of_the_router) {
   }
 }
 
+TEST(a_description_tells_the_limit) {
+  moe_config c = valid();
+  moe_context *ctx = cpu(3);
+  char text[1024];
+  for (int limit = 0; limit < 3; limit++) {
+    moe_plan *plan;
+    char want[64];
+    c.sm_limit = limit;
+    REQUIRE(moe_plan_create(&plan, ctx, &c) == MOE_OK, "%s", moe_last_error());
+    moe_plan_describe(plan, 4, text, sizeof text);
+    snprintf(want, sizeof want, "at most %d units", limit > 0 ? limit : 3);
+    EXPECT(strstr(text, want) != NULL, "limit %d: %s", limit, text);
+    moe_plan_destroy(plan);
+  }
+  moe_context_destroy(ctx);
+}
+
 /* ---- ops */
 
 static _Alignas(16) char some[256];
@@ -137,6 +179,18 @@ TEST(sizes_of_ops) {
   EXPECT(SCRATCH(permute, PERMUTE, .hidden = 1, .rows = (int64_t)INT32_MAX + 1) == SIZE_MAX, "too many rows");
   EXPECT(SCRATCH(copy, .bytes = PTRDIFF_MAX) == 0, "%s", moe_last_error());
   EXPECT(SCRATCH(zero, .bytes = (size_t)PTRDIFF_MAX + 1) == SIZE_MAX, "too many bytes are taken");
+  moe_context_destroy(ctx);
+}
+
+/* Without rows to add up, combine converts its addend: what y would be does not matter. */
+TEST(combine_of_nothing_needs_no_dtype) {
+  moe_context *ctx = cpu(1);
+  const float addend[2] = {1, -2};
+  float sum[2] = {0};
+  EXPECT(CALL(combine, .tokens = 2, .hidden = 1, .addend = addend, .out = sum, .out_dtype = MOE_FP32) ==
+             MOE_OK,
+         "%s", moe_last_error());
+  EXPECT(sum[0] == 1 && sum[1] == -2, "%g %g", (double)sum[0], (double)sum[1]);
   moe_context_destroy(ctx);
 }
 
