@@ -24,9 +24,12 @@ BLAS_INCLUDE := $(patsubst /usr/lib/%/libopenblas.a,/usr/include/%,$(BLAS))
 Q       := $(if $(V),,@)
 
 SANITIZE = $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer)
+HARDEN = $(if $(SAN)$(findstring -O0,$(CFLAGS)),,-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=3 -fstack-protector-strong -fstack-clash-protection \
+         -fno-strict-overflow -fno-delete-null-pointer-checks)
+override LDFLAGS += -Wl,-z,relro,-z,now,-z,noexecstack
 # No contraction outside the matrix kernels: what a formula says is what is computed, on every machine.
 FLAGS = -std=c11 -D_GNU_SOURCE -O2 -g -fPIC -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math \
-        -Wall -Wextra -Wpedantic -Werror -MMD -MP -Iinclude $(SANITIZE)
+        -Wall -Wextra -Wpedantic -Werror -MMD -MP -Iinclude -ffile-prefix-map=$(CURDIR)=. $(SANITIZE) $(HARDEN)
 FLAGS_avx2   = -mavx2 -mfma
 FLAGS_avx512 = $(FLAGS_avx2) -mavx512f -mavx512vl -mavx512dq -mavx512bw
 
@@ -118,6 +121,5 @@ deps:  ; @tools/deps.sh test
 install: all ; @BUILD=$(BUILD) PREFIX='$(PREFIX)' VERSION=$(VERSION) tools/install.sh
 clean: ; @rm -rf build build-san
 help:  ; @sed -nE 's/^# ((make|Variables:|  ) .*)/\1/p' $(MAKEFILE_LIST:%.d=)
-include python/python.mk tests/cuda/gpu.mk
--include tests/hardening.mk
+include python/python.mk tests/cuda/gpu.mk $(wildcard tests/*.mk)
 -include $(wildcard $(patsubst %.o,%.d,$(LIB_O) $(TOOL_O) $(HELP_O) $(CUDA_O) $(TESTS:$(BUILD)/%=$O/%.o) $(CUDA_T:$(BUILD)/%=$O/%.o)))

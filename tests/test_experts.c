@@ -6,12 +6,22 @@
 
 #include "../tools/train/model.h"
 #include "../tools/train/optim.h"
+#include "moeblas_ops.h"
 #include "test.h"
 
 enum {
   TOKENS = 30,
   STEPS = 3
 };
+
+/* As memory of a GPU may be: NaN wherever nothing is written. */
+moe_status __real_moe_memory_alloc(moe_context *ctx, size_t bytes, void **out);
+moe_status __wrap_moe_memory_alloc(moe_context *ctx, size_t bytes, void **out);
+
+moe_status __wrap_moe_memory_alloc(moe_context *ctx, size_t bytes, void **out) {
+  const moe_status status = __real_moe_memory_alloc(ctx, bytes, out);
+  return status == MOE_OK ? moe_memory_fill(ctx, *out, 0xff, bytes) : status;
+}
 
 /* Odd enough that floats of nothing stand between a layer's parameters. */
 static const struct model_config odd = {

@@ -114,8 +114,10 @@ static void check_threads(const struct sample *sample, const struct run *referen
   for (int threads = 1; threads <= THREADS && !v->broken; threads++) {
     moe_context *ctx = NULL;
     struct run run;
-    if (moe_context_create(&ctx, MOE_BACKEND_CPU, threads) != MOE_OK) {
+    const moe_status status = moe_context_create(&ctx, MOE_BACKEND_CPU, threads);
+    if (status != MOE_OK) {
       verdict_fail(v, "%d threads: %s", threads, moe_last_error());
+      v->broken = status == MOE_ERROR_MEMORY; /* nothing is known of the library's bits */
     } else if (check_run(ctx, sample, &run, v)) {
       for (int id = T_INPUTS; id < T_RESULTS; id++)
         if (run.span[id].bytes && memcmp(run.span[id].data, reference->span[id].data, run.span[id].bytes))

@@ -6,10 +6,13 @@
 #include "report.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "atomic.h"
 #include "svg.h"
@@ -23,6 +26,7 @@ enum {
 struct report {
   char dir[DIR_BYTES];
   int layers, experts;
+  int lock; /* the folder, held while the run goes on; the kernel lets go of it when a process dies */
   FILE *log;
   struct report_row *rows; /* each owns its load */
   int count, capacity;
@@ -212,6 +216,15 @@ static int make_folder(const char *dir, char *error, size_t error_bytes) {
   return text_fail(EXIT_INPUT, error, error_bytes, "%s: is not a folder", dir);
 }
 
+/* Two runs in one folder would replace each other's checkpoints. A file system without locks has no such guard. */
+static int lock_folder(struct report *r, char *error, size_t error_bytes) {
+  r->lock = open(r->dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (r->lock < 0)
+    return text_fail(EXIT_SYSTEM, error, error_bytes, "%s: cannot be opened: %s", r->dir, strerror(errno));
+  if (flock(r->lock, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return 0;
+  return text_fail(EXIT_INPUT, error, error_bytes, "%s: another training is running in this folder", r->dir);
+}
+
 struct report *report_open(const char *dir, int layers, int experts, int resume, char *error,
                            size_t error_bytes) {
   if (make_folder(dir, error, error_bytes) != 0) return NULL;
@@ -223,7 +236,8 @@ struct report *report_open(const char *dir, int layers, int experts, int resume,
   memcpy(r->dir, dir, strlen(dir) + 1);
   r->layers = layers;
   r->experts = experts;
-  int failed = resume > 0 ? read_log(r, resume, error, error_bytes) : 0;
+  int failed = lock_folder(r, error, error_bytes);
+  if (!failed && resume > 0) failed = read_log(r, resume, error, error_bytes);
   if (!failed) failed = start_log(r, error, error_bytes);
   if (!failed) return r;
   report_close(r);
@@ -247,6 +261,7 @@ int report_add(struct report *r, const struct report_row *row, char *error, size
 void report_close(struct report *r) {
   if (r == NULL) return;
   if (r->log) fclose(r->log);
+  if (r->lock >= 0) close(r->lock);
   for (int i = 0; i < r->count; i++) free(r->rows[i].load);
   free(r->rows);
   free(r);

@@ -26,7 +26,7 @@ struct report_summary {
   const char *title;
 };
 
-/* Creates DIR and its parents, and starts log.csv. resume: the step that training goes on from, of which and before
+/* Creates DIR and its parents, refuses it while another run writes there, and starts log.csv. resume: the step that training goes on from, of which and before
  * which the rows already in log.csv are kept (a log that is not there has none); 0: a fresh log. */
 struct report *report_open(const char *dir, int layers, int experts, int resume, char *error,
                            size_t error_bytes);

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+# How good the tests and the build are, a part of the Makefile; docs/scoreboard.md shows what came out.
+# make coverage   the suite with gcov's counters       make mutants    MUTANTS=300 changes of one token: who notices?
+# make abi        programs of the last release run on  make scoreboard the table of what was measured, docs/scoreboard.md
+# make reproducible  two builds in two folders, one hash
+MUTANTS ?= 300
+
+.PHONY: coverage mutants abi reproducible scoreboard
+# Tests that call make need the same flags. -O1: the counters slow the kernels down more than they can be sped up, and branches stay where they are written.
+coverage:
+	@tools/deps.sh test
+	@$(MAKE) --no-print-directory CUDA=0 BUILD=$(BUILD)-coverage CFLAGS='--coverage -O1' LDFLAGS=--coverage tests
+	@find $(BUILD)-coverage -name '*.gcda' -delete
+	@BUILD=$(BUILD)-coverage CFLAGS='--coverage -O1' LDFLAGS=--coverage tests/run.sh unit problems scripts && BUILD=$(BUILD)-coverage tools/gates/coverage.py --measure
+mutants:
+	@tools/deps.sh test
+	@$(MAKE) --no-print-directory CUDA=0 BUILD=$(BUILD)-mutants tests
+	@tools/mutants.py --build $(BUILD)-mutants --count $(MUTANTS)
+abi: lib ; @BUILD=$(BUILD) tools/gates/abi.py
+reproducible: ; @tools/reproducible.sh CUDA=$(CUDA)
+scoreboard: ; @tools/scoreboard.py
