@@ -147,7 +147,7 @@ typedef enum moe_recompute {
 typedef enum moe_schedule { /* how the tiles of a matrix product are handed to the multiprocessors; same results */
   MOE_SCHEDULE_STATIC = 0, /* dealt out in advance: fastest on a device that nothing else uses */
   MOE_SCHEDULE_DYNAMIC =
-      1 /* each takes the next when it is free: for devices shared with other kernels. The CPU always */
+      1, /* in shares that go to whichever is free: beside other work; with sm_limit as STATIC */
 } moe_schedule;
 
 /* ---- descriptors ---------------------------------------------------------------------------------------------- */

@@ -15,6 +15,14 @@ static int64_t tiles_of(int64_t rows, int64_t experts) {
   return rows / BM + (rows < experts ? rows : experts);
 }
 
+/* Blocks of a persistent kernel: one for each multiprocessor it may have, or, dynamic, four of a quarter of the tiles each, which the
+ * hardware hands out as multiprocessors come free. A limit is kept by blocks that stay, so it leaves nothing to hand out. */
+static int64_t blocks_of(const moe_context *ctx, int64_t sm_limit, moe_schedule schedule, int64_t tiles) {
+  const int64_t units = moe_cuda_units(ctx, sm_limit);
+  const int64_t blocks = schedule == MOE_SCHEDULE_DYNAMIC && sm_limit == 0 ? 4 * units : units;
+  return tiles < blocks ? tiles : blocks;
+}
+
 static bool gated_halves(const moe_act_desc *act) {
   return act->gated && act->layout != MOE_LAYOUT_INTERLEAVED;
 }
@@ -144,8 +152,7 @@ extern "C" moe_status moe_cuda_wgmma_gemm(moe_context *ctx, const moe_gemm_args 
   if (partial) p.partial = static_cast<float *>(args->scratch);
   TRY(gemm_maps(ctx, args, instance->bn / p.halves, &p));
   const int64_t tiles = tiles_of(args->rows, args->experts) * p.column_tiles;
-  const int64_t units = moe_cuda_units(ctx, args->sm_limit);
-  const struct cuda_grid grid = {tiles < units ? tiles : units, 1, 1, 384,
+  const struct cuda_grid grid = {blocks_of(ctx, args->sm_limit, args->schedule, tiles), 1, 1, 384,
                                  instance->shared_bytes + (size_t)args->experts * 4};
   TRY(moe_cuda_launch("gemm", instance->kernel, grid, &p, stream));
   return partial ? moe_cuda_finish_dweights(args, p.partial, p.column_tiles, stream) : MOE_OK;
@@ -196,8 +203,7 @@ extern "C" moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_arg
   const void *kernel = wide ? (const void *)wgrad_kernel<256, 4> : (const void *)wgrad_kernel<128, 4>;
   const size_t shared = (wide ? sizeof(wgrad_shared<256, 4>) : sizeof(wgrad_shared<128, 4>));
   const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, wide ? 256 : 128);
-  const int64_t units = moe_cuda_units(ctx, args->sm_limit);
-  const struct cuda_grid grid = {tiles < units ? tiles : units, 1, 1, 384, shared};
+  const struct cuda_grid grid = {blocks_of(ctx, args->sm_limit, args->schedule, tiles), 1, 1, 384, shared};
   return moe_cuda_launch("wgrad", kernel, grid, &p, stream);
 }
 

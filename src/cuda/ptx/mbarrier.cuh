@@ -10,7 +10,8 @@ __device__ __forceinline__ uint32_t smem_address(const void *pointer) {
 
 /* One thread, before a block-wide barrier; then fence_barrier_init. */
 __device__ __forceinline__ void mbarrier_init(uint64_t *barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals)
+               : "memory");
 }
 
 /* Makes initialised barriers visible to the async proxy. */
@@ -24,13 +25,15 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t *barrier) {
 
 /* Arrives and announces `bytes` that bulk copies will still bring. */
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t *barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
+               "r"(bytes)
                : "memory");
 }
 
 /* Arrives once all earlier cp.async of this thread have landed; the arrival counts as one of the expected. */
 __device__ __forceinline__ void mbarrier_arrive_cp_async(uint64_t *barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier))
+               : "memory");
 }
 
 /* Waits until the phase of the given parity has completed. */

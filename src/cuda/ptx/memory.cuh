@@ -7,7 +7,8 @@
 /* 16 bytes from global to shared, asynchronously; zeros instead of the source when `valid` is false (9.7.8.22.3). The
  * source is not read then, but must be an address. */
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void *src, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0)
+               : "memory");
 }
 
 /* Closes the group of cp.async issued so far (9.7.8.22.4), and waits until at most PENDING groups are in flight (…22.5). */
@@ -17,7 +18,9 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
 }
 
 /* Orders this thread's ordinary shared-memory accesses with those of the async proxy (wgmma, bulk copies) (9.7.12.4). */
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 /* A tile of a 2-D or 3-D tensor map into shared memory; coordinates innermost first (9.7.8.24.2). One thread. */
 __device__ __forceinline__ void tma_load_2d(void *dst, const void *map, uint64_t *barrier, int x, int y) {
@@ -26,7 +29,8 @@ __device__ __forceinline__ void tma_load_2d(void *dst, const void *map, uint64_t
                "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y)
                : "memory");
 }
-__device__ __forceinline__ void tma_load_3d(void *dst, const void *map, uint64_t *barrier, int x, int y, int z) {
+__device__ __forceinline__ void tma_load_3d(void *dst, const void *map, uint64_t *barrier, int x, int y,
+                                            int z) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(smem_address(dst)),
                "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z)
@@ -34,25 +38,6 @@ __device__ __forceinline__ void tma_load_3d(void *dst, const void *map, uint64_t
 }
 __device__ __forceinline__ void tma_prefetch(const void *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-/* Four 8x8 blocks of 16-bit values from the fragment layout of wgmma to rows in shared memory (9.7.14.5.16). Warp. */
-__device__ __forceinline__ void stmatrix_x4(uint32_t dst, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(a), "r"(b), "r"(c),
-               "r"(d)
-               : "memory");
-}
-/* And back (9.7.14.5.15). Warp. */
-__device__ __forceinline__ void ldmatrix_x4(uint32_t src, uint32_t *v) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-               : "r"(src)
-               : "memory");
-}
-
-/* Barrier `id` among `threads` threads of the block (9.7.13.1). */
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 /* threadIdx.x, read where it stands (10.1): a value the compiler may not keep instead. */

@@ -7,29 +7,28 @@
 
 #include <stdint.h>
 
-#define N10_(t) \
-  "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
-#define N0_9 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,"
-#define NAMES_32 N0_9 N10_(1) N10_(2) "%30,%31"
+#define N10_(t)  "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
+#define N0_9     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,"
 #define NAMES_64 N0_9 N10_(1) N10_(2) N10_(3) N10_(4) N10_(5) "%60,%61,%62,%63"
-#define NAMES_88 N0_9 N10_(1) N10_(2) N10_(3) N10_(4) N10_(5) N10_(6) N10_(7) "%80,%81,%82,%83,%84,%85,%86,%87"
-#define NAMES_96 N0_9 N10_(1) N10_(2) N10_(3) N10_(4) N10_(5) N10_(6) N10_(7) N10_(8) "%90,%91,%92,%93,%94,%95"
-#define NAMES_128                                                                                               \
-  N0_9 N10_(1) N10_(2) N10_(3) N10_(4) N10_(5) N10_(6) N10_(7) N10_(8) N10_(9) N10_(10) N10_(11) "%120,%121,%122,%123," \
-                                                                                                 "%124,%125,%126,%127"
-#define D4_(d, i) "+f"((d)[i]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3])
-#define D8_(d, i) D4_(d, i), D4_(d, (i) + 4)
-#define D32_(d, i) D8_(d, i), D8_(d, (i) + 8), D8_(d, (i) + 16), D8_(d, (i) + 24)
-#define REGS_32(d) D32_(d, 0)
-#define REGS_64(d) D32_(d, 0), D32_(d, 32)
-#define REGS_88(d) D32_(d, 0), D32_(d, 32), D8_(d, 64), D8_(d, 72), D8_(d, 80)
-#define REGS_96(d) D32_(d, 0), D32_(d, 32), D32_(d, 64)
+#define NAMES_96 \
+  N0_9 N10_(1) N10_(2) N10_(3) N10_(4) N10_(5) N10_(6) N10_(7) N10_(8) "%90,%91,%92,%93,%94,%95"
+#define NAMES_128                                                                       \
+  N0_9 N10_(1) N10_(2) N10_(3) N10_(4) N10_(5) N10_(6) N10_(7) N10_(8) N10_(9) N10_(10) \
+      N10_(11) "%120,%121,%122,%123,"                                                   \
+               "%124,%125,%126,%127"
+#define D4_(d, i)   "+f"((d)[i]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3])
+#define D8_(d, i)   D4_(d, i), D4_(d, (i) + 4)
+#define D32_(d, i)  D8_(d, i), D8_(d, (i) + 8), D8_(d, (i) + 16), D8_(d, (i) + 24)
+#define REGS_64(d)  D32_(d, 0), D32_(d, 32)
+#define REGS_96(d)  D32_(d, 0), D32_(d, 32), D32_(d, 64)
 #define REGS_128(d) D32_(d, 0), D32_(d, 32), D32_(d, 64), D32_(d, 96)
 
 /* Orders register accesses with the wgmma that follow (9.7.15.7.1). */
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 /* Closes the group of wgmma issued so far (9.7.15.7.2). */
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 /* Waits until at most PENDING groups are in flight (9.7.15.7.3). */
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -45,19 +44,17 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
 
 /* A_MN, B_MN: 1 where the operand's contiguous dimension is M (N) rather than K. `add` false: D = A B. */
 template <int N, int A_MN, int B_MN> struct wgmma;
-#define WGMMA(N, REGISTERS, A, B, P, TA, TB)                                                                   \
-  template <int A_MN, int B_MN> struct wgmma<N, A_MN, B_MN> {                                                  \
-    static __device__ __forceinline__ void run(float *d, uint64_t a, uint64_t b, bool add) {                   \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                                            \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES_##REGISTERS "}, %" #A    \
-                   ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";\n}"                                                \
-                   : REGS_##REGISTERS(d)                                                                       \
-                   : "l"(a), "l"(b), "r"((int)add), "n"(A_MN), "n"(B_MN));                                     \
-    }                                                                                                          \
+#define WGMMA(N, REGISTERS, A, B, P, TA, TB)                                                      \
+  template <int A_MN, int B_MN> struct wgmma<N, A_MN, B_MN> {                                     \
+    static __device__ __forceinline__ void run(float *d, uint64_t a, uint64_t b, bool add) {      \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\n"                               \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES_##REGISTERS \
+                   "}, %" #A ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";\n}"                         \
+                   : REGS_##REGISTERS(d)                                                          \
+                   : "l"(a), "l"(b), "r"((int)add), "n"(A_MN), "n"(B_MN));                        \
+    }                                                                                             \
   };
-WGMMA(64, 32, 32, 33, 34, 35, 36)
 WGMMA(128, 64, 64, 65, 66, 67, 68)
-WGMMA(176, 88, 88, 89, 90, 91, 92)
 WGMMA(192, 96, 96, 97, 98, 99, 100)
 WGMMA(256, 128, 128, 129, 130, 131, 132)
 #undef WGMMA
