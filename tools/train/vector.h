@@ -7,8 +7,15 @@
 
 #include <stdint.h>
 
-#if defined(__x86_64__) && \
-    !defined(__SANITIZE_ADDRESS__) /* the resolvers run before the sanitizer is ready */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED
+#elif defined(__has_feature) /* clang says it so */
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SANITIZED
+#endif
+#endif
+
+#if defined(__x86_64__) && !defined(SANITIZED) /* the resolvers run before a sanitizer is ready */
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define CLONES
