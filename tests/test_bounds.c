@@ -194,6 +194,29 @@ TEST(combine_of_nothing_needs_no_dtype) {
   moe_context_destroy(ctx);
 }
 
+/* <A row, dot_bias> for every length of a row. */
+TEST(dot_bias_of_every_length) {
+  enum {
+    MOST = 300
+  };
+  moe_context *ctx = cpu(1);
+  const moe_act_desc act = {0};
+  static _Alignas(16) float a[MOST], bias[MOST], b[MOST];
+  static _Alignas(256) char scratch[1 << 21];
+  float want = 0;
+  for (int k = 1; k <= MOST; k++) {
+    _Alignas(16) float h[1] = {1}, dh[1], dweights[1] = {-1};
+    a[k - 1] = (float)(k % 7 - 3), bias[k - 1] = (float)(k % 5 - 2);
+    want += a[k - 1] * bias[k - 1]; /* small integers: exact in any order */
+    EXPECT(CALL(gemm, PRODUCT, .rows = 1, .n = 1, .k = k, .a = a, .b = b, .bias_dtype = MOE_FP32,
+                .epilogue = MOE_EPILOGUE_DACT, .act = &act, .h = h, .dh = dh, .dweights = dweights,
+                .dot_bias = bias, .scratch = scratch, .scratch_bytes = sizeof scratch) == MOE_OK,
+           "%s", moe_last_error());
+    EXPECT(dweights[0] == want, "length %d: %g, wanted %g", k, (double)dweights[0], (double)want);
+  }
+  moe_context_destroy(ctx);
+}
+
 /* The smallest problem that needs an array is refused without it. */
 TEST(one_row_needs_its_arrays) {
   moe_context *ctx = cpu(1);
