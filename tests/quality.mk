@@ -17,5 +17,5 @@ mutants:
 	@$(MAKE) --no-print-directory CUDA=0 BUILD=$(BUILD)-mutants tests
 	@tools/mutants.py --build $(BUILD)-mutants --count $(MUTANTS)
 abi: lib ; @BUILD=$(BUILD) tools/gates/abi.py
-reproducible: ; @tools/reproducible.sh CUDA=$(CUDA)
+reproducible: ; @tools/reproducible.sh CUDA=0
 scoreboard: ; @tools/scoreboard.py
