@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Iterable, NamedTuple
 
 RESULTS = Path("bench/results/coverage.csv")
-LINES = 95.0  # per cent of the lines of src/*.c, src/cpu and tools
-BRANCHES = 83.0
-PARSER_LINES = 95.0
-PARSER_BRANCHES = 82.0  # to become 100
+LINES = 97.0  # per cent of the lines of src/*.c, src/cpu and tools
+BRANCHES = 86.0
+PARSER_LINES = 98.5
+PARSER_BRANCHES = 91.5  # to become 100
 # What reads files and arguments of strangers.
 PARSERS = ("tools/cli.c", "tools/presets.c", "tools/problem.c", "tools/problem_fields.c", "tools/problem_list.c",
            "tools/train/safetensors.c", "tools/train/text.c")
@@ -37,11 +37,14 @@ class Count(NamedTuple):
 
 
 def merge(reports: Iterable[dict]) -> dict[str, tuple[dict[int, int], dict[tuple[int, int], int]]]:
-    """File -> (line -> times, (line, branch) -> times), summed over the objects that a file is compiled into."""
+    """File -> (line -> times, (line, branch) -> times), summed over the objects that a file is compiled into. A
+    test that includes a source counts for it; what headers become in a test is the test's."""
     files: dict[str, tuple[dict[int, int], dict[tuple[int, int], int]]] = {}
     for report in reports:
         for part in report["files"]:
-            lines, branches = files.setdefault(part["file"], ({}, {}))
+            if "/obj/tests/" in report.get("data_file", "") and not part["file"].endswith(".c"):
+                continue
+            lines, branches = files.setdefault(os.path.normpath(part["file"]), ({}, {}))
             for line in part["lines"]:
                 number = line["line_number"]
                 lines[number] = lines.get(number, 0) + line["count"]
@@ -123,8 +126,7 @@ def spans(numbers: list[int]) -> str:
 def measure() -> dict[str, Count]:
     """Reads the counters of the build, writes the table and says which lines were never reached."""
     data = sorted(Path(os.environ.get("BUILD", "build-coverage"), "obj").resolve().rglob("*.gcda"))
-    objects = [str(path) for path in data if "/obj/tests/" not in str(path)]
-    answer = subprocess.run(["gcov", "--json-format", "--stdout", "--branch-probabilities", *objects], check=True,
+    answer = subprocess.run(["gcov", "--json-format", "--stdout", "--branch-probabilities", *map(str, data)], check=True,
                             capture_output=True, text=True)
     files = {file: parts for file, parts in merge(map(json.loads, answer.stdout.splitlines())).items() if is_host_code(file)}
     table = {file: count(*files[file]) for file in sorted(files)}
@@ -147,14 +149,14 @@ def self_test() -> bool:
     line = {"line_number": 1, "count": 0, "branches": [{"count": 0}, {"count": 2}]}
     other = line | {"count": 3, "branches": [{"count": 0}, {"count": 0}]}
     merged = merge([{"files": [{"file": "src/a.c", "lines": [line, line | {"line_number": 2}]}]},
-                    {"files": [{"file": "src/a.c", "lines": [other]}]}])
-    good = {file: Count(100, 99, 100, 90) for file in PARSERS} | {"src/a.c": Count(1000, 990, 1000, 900)}
+                    {"files": [{"file": "tests/../src/a.c", "lines": [other]}]}])
+    good = {file: Count(100, 99, 100, 92) for file in PARSERS} | {"src/a.c": Count(1000, 990, 1000, 900)}
     return (count(*merged["src/a.c"]) == Count(2, 1, 4, 2) and spans([1, 2, 3, 7]) == "1-3 7"
             and is_host_code("src/cpu/act.c") and not is_host_code("src/cuda/launch.c") and not is_host_code("tests/a.c")
             and not check(good, set(good)) and len(check({}, set(good))) == 1
             and len(check(good | {"src/a.c": Count(1000, 900, 1000, 900)}, set(good))) == 1
             and len(check(good | {"src/a.c": Count(1000, 990, 1000, 700)}, set(good))) == 1
-            and len(check(good | {PARSERS[0]: Count(100, 50, 100, 90)}, set(good))) == 1
+            and len(check(good | {PARSERS[0]: Count(100, 95, 100, 92)}, set(good))) == 1
             and len(check(good | {PARSERS[0]: Count(100, 99, 100, 20)}, set(good))) == 1
             and len(check(good, set(good) | {"src/b.c"})) == 1
             and len(check({file: row for file, row in good.items() if file != PARSERS[0]}, set(good))) == 2)
