@@ -18,9 +18,9 @@ from typing import Iterable, NamedTuple
 
 RESULTS = Path("bench/results/coverage.csv")
 LINES = 97.0  # per cent of the lines of src/*.c, src/cpu and tools
-BRANCHES = 86.0
-PARSER_LINES = 98.5
-PARSER_BRANCHES = 91.5  # to become 100
+BRANCHES = 86.5
+PARSER_LINES = 99.0
+PARSER_BRANCHES = 94.0  # to become 100
 # What reads files and arguments of strangers.
 PARSERS = ("tools/cli.c", "tools/presets.c", "tools/problem.c", "tools/problem_fields.c", "tools/problem_list.c",
            "tools/train/safetensors.c", "tools/train/text.c")
@@ -150,14 +150,14 @@ def self_test() -> bool:
     other = line | {"count": 3, "branches": [{"count": 0}, {"count": 0}]}
     merged = merge([{"files": [{"file": "src/a.c", "lines": [line, line | {"line_number": 2}]}]},
                     {"files": [{"file": "tests/../src/a.c", "lines": [other]}]}])
-    good = {file: Count(100, 99, 100, 92) for file in PARSERS} | {"src/a.c": Count(1000, 990, 1000, 900)}
+    good = {file: Count(100, 100, 100, 95) for file in PARSERS} | {"src/a.c": Count(1000, 990, 1000, 900)}
     return (count(*merged["src/a.c"]) == Count(2, 1, 4, 2) and spans([1, 2, 3, 7]) == "1-3 7"
             and is_host_code("src/cpu/act.c") and not is_host_code("src/cuda/launch.c") and not is_host_code("tests/a.c")
             and not check(good, set(good)) and len(check({}, set(good))) == 1
             and len(check(good | {"src/a.c": Count(1000, 900, 1000, 900)}, set(good))) == 1
             and len(check(good | {"src/a.c": Count(1000, 990, 1000, 700)}, set(good))) == 1
-            and len(check(good | {PARSERS[0]: Count(100, 95, 100, 92)}, set(good))) == 1
-            and len(check(good | {PARSERS[0]: Count(100, 99, 100, 20)}, set(good))) == 1
+            and len(check(good | {PARSERS[0]: Count(100, 90, 100, 95)}, set(good))) == 1
+            and len(check(good | {PARSERS[0]: Count(100, 100, 100, 60)}, set(good))) == 1
             and len(check(good, set(good) | {"src/b.c"})) == 1
             and len(check({file: row for file, row in good.items() if file != PARSERS[0]}, set(good))) == 2)
 
