@@ -6,12 +6,13 @@
 MUTANTS ?= 300
 
 .PHONY: coverage mutants abi reproducible scoreboard
-# Tests that call make need the same flags. -O1: the counters slow the kernels down more than they can be sped up, and branches stay where they are written.
+# Not install_test, whose programs are built without the counters. -O1: branches stay where they are written.
 coverage:
 	@tools/deps.sh test
 	@$(MAKE) --no-print-directory CUDA=0 BUILD=$(BUILD)-coverage CFLAGS='--coverage -O1' LDFLAGS=--coverage tests
 	@find $(BUILD)-coverage -name '*.gcda' -delete
-	@BUILD=$(BUILD)-coverage CFLAGS='--coverage -O1' LDFLAGS=--coverage tests/run.sh unit problems scripts && BUILD=$(BUILD)-coverage tools/gates/coverage.py --measure
+	@BUILD=$(BUILD)-coverage ONLY=test_ tests/run.sh unit scripts && BUILD=$(BUILD)-coverage tests/run.sh problems && \
+	BUILD=$(BUILD)-coverage tools/gates/coverage.py --measure
 mutants:
 	@tools/deps.sh test
 	@$(MAKE) --no-print-directory CUDA=0 BUILD=$(BUILD)-mutants tests
