@@ -178,6 +178,7 @@ TEST(sizes_of_ops) {
   EXPECT(SCRATCH(permute, PERMUTE, .hidden = 1, .rows = INT32_MAX) == 0, "%s", moe_last_error());
   EXPECT(SCRATCH(permute, PERMUTE, .hidden = 1, .rows = (int64_t)INT32_MAX + 1) == SIZE_MAX, "too many rows");
   EXPECT(SCRATCH(copy, .bytes = PTRDIFF_MAX) == 0, "%s", moe_last_error());
+  EXPECT(SCRATCH(zero, .bytes = PTRDIFF_MAX) == 0, "%s", moe_last_error());
   EXPECT(SCRATCH(zero, .bytes = (size_t)PTRDIFF_MAX + 1) == SIZE_MAX, "too many bytes are taken");
   moe_context_destroy(ctx);
 }
