@@ -126,8 +126,8 @@ def differences(page: str, wanted: list[Row]) -> list[str]:
     """A sentence a row that is on one side alone."""
     said = {line + "\n" for line in page.splitlines() if line.startswith("| ") and not line.startswith("| status ")}
     made = {row.text() for row in wanted}
-    return ([f"not on the page: {line.strip()}" for line in sorted(made - said)] +
-            [f"not in the sources: {line.strip()}" for line in sorted(said - made)])
+    return ([f"not on the page, --write puts it there; provoke it in tests/test_errors.c: {line.strip()}" for line in sorted(made - said)] +
+            [f"on the page, but not in the sources, --write removes it: {line.strip()}" for line in sorted(said - made)])
 
 
 def read_sites() -> list[Site]:
