@@ -47,7 +47,7 @@ static void disarm(struct line *l) {
   int kept = 1;
   for (int i = 1; i < l->argc; i++)
     if (strncmp(l->argv[i], "--backend", 9)) l->argv[kept++] = l->argv[i];
-  memmove(l->argv + 2, l->argv + 1, (size_t)(kept - 1) * sizeof *l->argv);
+  for (int i = kept; i > 1; i--) l->argv[i] = l->argv[i - 1];
   l->argv[1] = none;
   l->argc = kept + 1;
 }

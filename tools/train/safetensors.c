@@ -342,9 +342,10 @@ static int add_metadata(cJSON *root, const struct checkpoint_meta *meta, int cou
 
 static int add_numbers(cJSON *object, const char *key, const int64_t *values, int count) {
   cJSON *array = cJSON_AddArrayToObject(object, key);
+  if (array == NULL) return -1; /* it would not take the number, and neither free it */
   for (int i = 0; i < count; i++)
     if (!cJSON_AddItemToArray(array, cJSON_CreateNumber((double)values[i]))) return -1;
-  return array ? 0 : -1;
+  return 0;
 }
 
 /* The header of tensors that lie one after the other, padded with spaces to a multiple of 8; NULL when memory is short
