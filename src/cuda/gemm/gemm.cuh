@@ -246,7 +246,9 @@ __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
     if constexpr (EPILOGUE == DACT) dact_ask<BN>(s.staging, p, 0);
     mainloop<BN, STAGES, EPILOGUE, B_KN>(s, p, c, acc);
     s.staging[warp_index()].state = c;
+    __syncwarp();
     epilogue<BN>(acc, s.staging, p);
+    __syncwarp();
     c = s.staging[warp_index()].state;
     c.tile += (in_turn ? 2 : 1) * gridDim.x;
     c.round ^= 1;
