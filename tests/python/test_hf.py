@@ -150,8 +150,8 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def check_close(found: dict, eager: dict, exact: dict, dtype) -> None:
     """No result is further from the exact one than 1.5 times the eager one, or a unit of rounding.
 
-    In fp32 the sums count too: chains of 2F = 96 products cost a few units, blocked sums fewer. On CUDA
-    so does the activation, whose exponential and reciprocal are good to 2^-21.
+    In fp32 the sums count too: chains of 2F = 96 products cost a few units, blocked sums fewer.
+    On CUDA so does the activation, whose exponential and reciprocal are good to 2^-21.
     """
     unit = max(torch.finfo(dtype).eps / 2, 8 * 2.0**-24)
     for name, wanted in exact.items():
