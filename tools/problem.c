@@ -54,13 +54,13 @@ static const struct field *find_field(const char *name, size_t length) {
   return NULL;
 }
 
-/* The field that a word without '=' speaks of: its own name (a flag), t64, bf16, or swiglu. */
+/* The field that a word without '=' speaks of: its own name (a flag), t64, bf16, or swiglu. No word is empty. */
 static const struct field *find_bare(const char *text, const char **value) {
   const struct field *f = find_field(text, strlen(text));
   *value = "";
   if (f) return f;
   *value = text + 1;
-  if (text[0] && strchr("thfek", text[0]) && text[1] && strspn(text + 1, "0123456789") == strlen(text + 1))
+  if (strchr("thfek", text[0]) && text[1 + strspn(text + 1, "0123456789")] == '\0')
     return find_field(text, 1);
   *value = text;
   struct problem scratch;

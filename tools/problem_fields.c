@@ -40,10 +40,9 @@ static bool parse_real(const char *text, float *value) {
 
 /* The fewest digits that read back as the same number, without an exponent as long as that is no longer. */
 static void print_real(float value, char *text) {
-  for (int digits = 1; digits <= 9; digits++) {
-    snprintf(text, 32, "%.*g", digits, (double)value);
-    if (strtof(text, NULL) == value && (digits > 6 || strchr(text, 'e') == NULL)) return;
-  }
+  int digits = 0;
+  do snprintf(text, 32, "%.*g", ++digits, (double)value);
+  while (digits < 9 && (strtof(text, NULL) != value || (digits <= 6 && strchr(text, 'e'))));
 }
 
 /* Index of `word` in "a|b|c", or -1. */
@@ -273,7 +272,7 @@ static bool set_seed(struct problem *p, const char *value, struct reply *reply) 
   char *end;
   errno = 0;
   const unsigned long long seed = strtoull(value, &end, 10);
-  if (errno || *end || *value < '0' || *value > '9')
+  if (errno || *end || *value < '0') /* strtoull takes blanks and signs first, which lie below the digits */
     return problem_refuse(reply, "seed '%.64s': wants 0 to 2^64-1", value);
   p->seed = seed;
   return true;

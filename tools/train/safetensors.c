@@ -337,7 +337,7 @@ static int add_metadata(cJSON *root, const struct checkpoint_meta *meta, int cou
     if (!memchr(meta[i].key, 0, sizeof meta[i].key) || !memchr(meta[i].value, 0, sizeof meta[i].value) ||
         !cJSON_AddStringToObject(object, meta[i].key, meta[i].value))
       return -1;
-  return object ? 0 : -1;
+  return 0;
 }
 
 static int add_numbers(cJSON *object, const char *key, const int64_t *values, int count) {
