@@ -3,9 +3,12 @@
 # make gpu        gpu-check and gpu-bench, on a GPU    make gpu-python    the Python tests with the machine's own python3
 # make gpu-peers  times what others have written       make kernels       writes docs/kernels.md from a CUDA build
 # make pictures   draws the tables of bench/results    TARGETS=file.csv   lets gpu-bench say where it loses
+# make gpu-soak   the parts of tests/soak on a GPU, SECONDS=60 each   PART=replays threads beside memory faults random
 TABLE := bench/results/h200.csv
 
-.PHONY: gpu gpu-check gpu-bench gpu-peers gpu-python kernels pictures
+SOAK  := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/soak/*.c))
+
+.PHONY: gpu gpu-check gpu-bench gpu-peers gpu-python gpu-soak soak kernels pictures
 gpu: gpu-check ; @$(MAKE) --no-print-directory gpu-bench
 gpu-check: tests ; @BUILD=$(BUILD) tests/cuda/gpu_check.sh
 gpu-python: all ; @BUILD=$(BUILD) python3 -m pytest -q -p no:cacheprovider tests/python --ignore tests/python/test_wheel.py
@@ -19,3 +22,9 @@ gpu-peers:
 	  mv $(BUILD)/h200_peers.csv bench/results/
 kernels: tests ; @BUILD=$(BUILD) tools/gates/kernels.py --write
 pictures: ; @python3 bench/plot.py $(TABLE) $(wildcard bench/results/h200_peers.csv)
+# The other user of the GPU in these programs has a CUDA runtime of its own, beside the one that the library hides.
+$(SOAK): $O/tests/soak/device.cu.o
+$(SOAK): private LIBS := $(CUDART) $(LIBS)
+soak: all $(if $(CUDA_O),$(SOAK)) ; $(if $(CUDA_O),@:,@echo "make $@: wants nvcc, there is none or CUDA=0" >&2; exit 2)
+gpu-soak: soak ; @BUILD=$(BUILD) tests/soak/soak.sh $(SECONDS) $(PART)
+-include $(SOAK:$(BUILD)/%=$O/%.d)
