@@ -8,6 +8,7 @@
 
 #include <unistd.h>
 
+#include "../tools/cli.h"
 #include "../tools/presets.h"
 #include "../tools/problem_list.h"
 #include "../tools/train/text.h"
@@ -56,6 +57,17 @@ TEST(sentences_without_room) {
          small);
 }
 
+/* What HTML gives a meaning to is escaped, what it cannot hold is replaced, the rest passes. */
+TEST(text_in_a_page) {
+  char page[256] = "";
+  FILE *const file = fmemopen(page, sizeof page, "w");
+  text_html(file, "<a href=\"x\">\t&\n\x01\x7f\x1f\xff\xc3\xa9 ~</a>");
+  fclose(file);
+  EXPECT(strcmp(page, "&lt;a href=&quot;x&quot;&gt;\t&amp;\n"
+                      "\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd\xc3\xa9 ~&lt;/a&gt;") == 0,
+         "%s", page);
+}
+
 /* ---- problems */
 
 static void refused(const char *text, const char *named) {
@@ -80,6 +92,45 @@ TEST(values_that_fields_do_not_take) {
   refused("skew=", "wants a value after '='");
 }
 
+TEST(a_skew_file_with_too_long_a_name) {
+  char text[PROBLEM_PATH + 8] = "skew=./";
+  memset(text + 7, 'x', PROBLEM_PATH - 2);
+  refused(text, "skew './xxx");
+  text[5 + PROBLEM_PATH - 1] = '\0';
+  struct problem problem;
+  char error[PROBLEM_ERROR] = "";
+  EXPECT(problem_parse(text, &problem, error, sizeof error) && strcmp(problem.skew_file, text + 5) == 0, "%s",
+         error);
+}
+
+/* What a preset or a default switched on is switched off; names of one letter are no fields of others. */
+TEST(fields_that_say_none) {
+  struct problem problem;
+  char error[PROBLEM_ERROR] = "";
+  REQUIRE(problem_parse("balance=none z_loss=0 replay invalid", &problem, error, sizeof error), "%s", error);
+  const moe_router_desc *const r = &problem.config.router;
+  EXPECT(r->balance == MOE_BALANCE_NONE && !(r->balance_coeff > 0) && !(r->z_coeff > 0), "a loss is left");
+  EXPECT(problem.replay && problem.invalid, "ids that are replayed may be invalid");
+  refused("t1x", "'t1x' is no field");
+  refused("x", "'x' is no field");
+}
+
+/* Floats that need all nine digits, and those that one digit less would do for. */
+TEST(numbers_are_printed_to_the_last_digit) {
+  int nine = 0;
+  for (int i = 0; i < 2000; i++) {
+    struct problem problem, back;
+    char text[PROBLEM_TEXT], error[PROBLEM_ERROR] = "";
+    problem_default(&problem);
+    problem.config.router.scale = 10000 + (float)i * 0x1p-10f;
+    problem_print(&problem, text);
+    REQUIRE(problem_parse(text, &back, error, sizeof error), "%s", error);
+    EXPECT(memcmp(&back, &problem, sizeof back) == 0, "'%s' is another number", text);
+    nine += strcspn(strstr(text, "scale=") + 6, " ") == 10;
+  }
+  EXPECT(nine > 0 && nine < 2000, "%d numbers of nine digits", nine);
+}
+
 TEST(routers_that_are_not_there) {
   static const char *const fields[] = {"score=sigmoid", "renorm",        "scale=2",
                                        "groups=2/1",    "balance=batch", "z_loss",
@@ -97,22 +148,41 @@ TEST(routers_that_are_not_there) {
 
 static int count_problems(void *context, const struct problem *problem) {
   *(int *)context += problem->tokens > 0;
-  return 0;
+  return CLI_GO_ON;
 }
 
-TEST(a_list_with_a_line_without_end) {
-  char path[] = "/tmp/moeblas_XXXXXX", argument[32];
-  const int fd = mkstemp(path);
-  REQUIRE(fd >= 0, "no file");
-  FILE *const file = fdopen(fd, "w");
+/* Reads @FILE; the number of problems in it, or -status. */
+static int count_list(const char *path) {
+  char argument[32];
   int count = 0;
-  for (int i = 0; i < 5000; i++) fputs("t8 ", file);
-  fputs("\nt4\n", file);
-  fclose(file);
   snprintf(argument, sizeof argument, "@%s", path);
   char *arguments[] = {argument};
-  EXPECT(problem_list("test", arguments, 1, count_problems, &count) == 2 && count == 0, "%d problems", count);
+  const int code = problem_list("test", arguments, 1, count_problems, &count);
+  EXPECT(code == CLI_GO_ON || count == 0, "%d problems of a list that is refused", count);
+  return code == CLI_GO_ON ? count : -code;
+}
+
+/* A file of `times` times these words, then the end. */
+static int count_words(const char *words, int times, const char *end) {
+  char path[] = "/tmp/moeblas_XXXXXX";
+  const int fd = mkstemp(path);
+  FILE *const file = fd >= 0 ? fdopen(fd, "w") : NULL;
+  if (file == NULL) return -CLI_IO;
+  for (int i = 0; i < times; i++) fputs(words, file);
+  fputs(end, file);
+  fclose(file);
+  const int count = count_list(path);
   unlink(path);
+  return count;
+}
+
+TEST(lists_of_problems) {
+  EXPECT(count_words("t8 ", 5000, "\nt4\n") == -CLI_USAGE, "a line without end");
+  EXPECT(count_words("t8\n", 3, "t4") == 4, "a last line without end");
+  EXPECT(count_words("t8 # eight\n\n \t\n", 300, "") == 300, "more than there is room for at first");
+  EXPECT(count_words("t8\n", 100, "t8 wobble\n") == -CLI_USAGE, "the last line is wrong");
+  EXPECT(count_list("/tmp") == -CLI_IO, "a folder");
+  EXPECT(count_list("/nonexistent/x") == -CLI_IO, "no file");
 }
 
 /* ---- presets */
