@@ -5,7 +5,6 @@
 # make pictures   draws the tables of bench/results    TARGETS=file.csv   lets gpu-bench say where it loses
 # make gpu-soak   the parts of tests/soak on a GPU, SECONDS=60 each   PART=replays threads beside memory faults random
 TABLE := bench/results/h200.csv
-
 SOAK  := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/soak/*.c))
 
 .PHONY: gpu gpu-check gpu-bench gpu-peers gpu-python gpu-soak soak kernels pictures
@@ -22,9 +21,15 @@ gpu-peers:
 	  mv $(BUILD)/h200_peers.csv bench/results/
 kernels: tests ; @BUILD=$(BUILD) tools/gates/kernels.py --write
 pictures: ; @python3 bench/plot.py $(TABLE) $(wildcard bench/results/h200_peers.csv)
-# The other user of the GPU in these programs has a CUDA runtime of its own, beside the one that the library hides.
-$(SOAK): $O/tests/soak/device.cu.o
-$(SOAK): private LIBS := $(CUDART) $(LIBS)
+# The other user of the GPU is a library, because a program has no room for a second static CUDA runtime beside the hidden one.
+OTHER := $(BUILD)/tests/soak/libother.so
+$(OTHER): tests/soak/device.cu tests/soak/device.h
+	@mkdir -p $(@D); echo "  NVCC $<"
+	$Q$(NVCC) -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -shared -Xcompiler -fPIC,-fno-exceptions,-fno-rtti,-Wall,-Wextra \
+	  -Xlinker --as-needed,-soname,$(@F),--exclude-libs,ALL,-z,relro,-z,now -o $@ $<
+$(SOAK): $(OTHER)
+$(SOAK): private LIBS += -Wl,-rpath,'$$ORIGIN'
 soak: all $(if $(CUDA_O),$(SOAK)) ; $(if $(CUDA_O),@:,@echo "make $@: wants nvcc, there is none or CUDA=0" >&2; exit 2)
 gpu-soak: soak ; @BUILD=$(BUILD) tests/soak/soak.sh $(SECONDS) $(PART)
+tests: $(SOAK:$(BUILD)/%=$O/%.o)
 -include $(SOAK:$(BUILD)/%=$O/%.d)
