@@ -29,9 +29,9 @@ static struct {
 static const char *words_of(cudaError_t result) {
   return result == cudaSuccess ? nullptr : cudaGetErrorString(result);
 }
-#define DEVICE_TRY(call)                                         \
-  do {                                                           \
-    if (const char *words_ = words_of(call)) return words_;      \
+#define DEVICE_TRY(call)                                    \
+  do {                                                      \
+    if (const char *words_ = words_of(call)) return words_; \
   } while (0)
 
 static __global__ void hold_kernel(volatile int *words, int spare_first, int spare_count, int64_t patience) {
@@ -49,7 +49,8 @@ static const char *open_holder() {
   DEVICE_TRY(cudaDeviceGetAttribute(&holder.blocks, cudaDevAttrMultiProcessorCount, 0));
   DEVICE_TRY(cudaDeviceGetAttribute(&holder.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
   if (holder.blocks > MOST_BLOCKS) return "more multiprocessors than there are words for";
-  DEVICE_TRY(cudaFuncSetAttribute(hold_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, holder.shared_bytes));
+  DEVICE_TRY(
+      cudaFuncSetAttribute(hold_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, holder.shared_bytes));
   DEVICE_TRY(cudaStreamCreateWithFlags(&holder.stream, cudaStreamNonBlocking));
   DEVICE_TRY(cudaHostAlloc(&words, (BEGUN + MOST_BLOCKS) * sizeof(int), cudaHostAllocMapped));
   holder.words = static_cast<volatile int *>(words);
@@ -72,8 +73,8 @@ extern "C" const char *device_hold(int spare_first, int spare_count) {
   if (const char *words = open_holder()) return words;
   for (int i = 0; i < BEGUN + holder.blocks; i++) holder.words[i] = 0;
   DEVICE_TRY(cudaDeviceSynchronize()); /* of a device at rest every multiprocessor takes one block */
-  hold_kernel<<<holder.blocks, 1, holder.shared_bytes, holder.stream>>>(holder.words, spare_first, spare_count,
-                                                                         patience_cycles);
+  hold_kernel<<<holder.blocks, 1, holder.shared_bytes, holder.stream>>>(holder.words, spare_first,
+                                                                        spare_count, patience_cycles);
   DEVICE_TRY(cudaGetLastError());
   const double begin = now();
   while (blocks_begun() < holder.blocks)

@@ -156,9 +156,9 @@ TEST(eight_threads_of_four_streams) {
   void *const poison = new_poison(workers);
   for (int t = 0; t < THREADS; t++) workers[t].poison = poison;
   const double seconds = seconds_each(1);
-  int64_t rounds = run_workers(workers, seconds / 10);
+  int64_t rounds = run_workers(workers, seconds / 3);
   const struct level before = level_now();
-  rounds += run_workers(workers, seconds * 9 / 10);
+  rounds += run_workers(workers, seconds * 2 / 3);
   expect_flat(before, "threads");
   printf("  %lld rounds of %d forward and backward passes\n", (long long)rounds, STREAMS * RUNS);
   share_plans(workers, own, 1);
