@@ -23,8 +23,7 @@ int checkpoint_save(const char *dir, const struct tensor *tensors, int count,
 
 int checkpoint_open(struct checkpoint *c, const char *dir, char *error, size_t error_bytes) {
   c->file = (struct safetensors){.fd = -1};
-  const int length = snprintf(c->path, sizeof c->path, "%s/%s", dir, file_name);
-  if (length < 0 || (size_t)length >= sizeof c->path)
+  if ((size_t)snprintf(c->path, sizeof c->path, "%s/%s", dir, file_name) >= sizeof c->path)
     return text_fail(EXIT_INPUT, error, error_bytes, "the path of the folder for %s is too long", file_name);
   return safetensors_open(&c->file, c->path, error, error_bytes);
 }
