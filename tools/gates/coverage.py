@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Iterable, NamedTuple
 
 RESULTS = Path("bench/results/coverage.csv")
-LINES = 97.0  # per cent of the lines of src/*.c, src/cpu and tools
-BRANCHES = 86.5
-PARSER_LINES = 99.0
-PARSER_BRANCHES = 94.0  # to become 100
-# What reads files and arguments of strangers.
+LINES = 98.0  # per cent of the lines of src/*.c, src/cpu and tools
+BRANCHES = 90.0
+# What reads arguments, and files that strangers may have made: all of it is reached, without an exception.
 PARSERS = ("tools/cli.c", "tools/presets.c", "tools/problem.c", "tools/problem_fields.c", "tools/problem_list.c",
-           "tools/train/safetensors.c", "tools/train/text.c")
+           "tools/train/checkpoint.c", "tools/train/safetensors.c", "tools/train/settings.c", "tools/train/state.c",
+           "tools/train/text.c")
 STALE = 0.1  # share of the files that may be unknown to the table
 
 
@@ -84,14 +83,15 @@ def check(table: dict[str, Count], sources: set[str]) -> list[str]:
     """What is wrong with a table; `sources` are the .c files that there are."""
     if not table:
         return [f"{RESULTS} is not there; `make coverage` writes it"]
-    every, parsers = total(table.values()), total(table[file] for file in PARSERS if file in table)
+    every = total(table.values())
     found = [f"{file}: in the table, but there is no such parser" for file in PARSERS if file not in table]
     for name, have, floor in (("lines", percent(every.lines_hit, every.lines), LINES),
-                              ("branches", percent(every.branches_hit, every.branches), BRANCHES),
-                              ("lines of the parsers", percent(parsers.lines_hit, parsers.lines), PARSER_LINES),
-                              ("branches of the parsers", percent(parsers.branches_hit, parsers.branches), PARSER_BRANCHES)):
+                              ("branches", percent(every.branches_hit, every.branches), BRANCHES)):
         if have < floor:
             found.append(f"{have:.1f} % of the {name} are reached, the floor is {floor:g} %")
+    found += [f"{file}: {row.lines - row.lines_hit} lines and {row.branches - row.branches_hit} branches are not reached, "
+              "the floor of a parser is all" for file, row in table.items()
+              if file in PARSERS and (row.lines_hit < row.lines or row.branches_hit < row.branches)]
     known = {file for file in table if file.endswith(".c")}
     if len(known ^ sources) > STALE * len(sources):
         found.append(f"the table is old: {len(known ^ sources)} files are in it or in the tree alone; `make coverage` renews it")
@@ -150,16 +150,16 @@ def self_test() -> bool:
     other = line | {"count": 3, "branches": [{"count": 0}, {"count": 0}]}
     merged = merge([{"files": [{"file": "src/a.c", "lines": [line, line | {"line_number": 2}]}]},
                     {"files": [{"file": "tests/../src/a.c", "lines": [other]}]}])
-    good = {file: Count(100, 100, 100, 95) for file in PARSERS} | {"src/a.c": Count(1000, 990, 1000, 900)}
+    good = {file: Count(100, 100, 100, 100) for file in PARSERS} | {"src/a.c": Count(1000, 990, 1000, 900)}
     return (count(*merged["src/a.c"]) == Count(2, 1, 4, 2) and spans([1, 2, 3, 7]) == "1-3 7"
             and is_host_code("src/cpu/act.c") and not is_host_code("src/cuda/launch.c") and not is_host_code("tests/a.c")
             and not check(good, set(good)) and len(check({}, set(good))) == 1
             and len(check(good | {"src/a.c": Count(1000, 900, 1000, 900)}, set(good))) == 1
             and len(check(good | {"src/a.c": Count(1000, 990, 1000, 700)}, set(good))) == 1
-            and len(check(good | {PARSERS[0]: Count(100, 90, 100, 95)}, set(good))) == 1
-            and len(check(good | {PARSERS[0]: Count(100, 100, 100, 60)}, set(good))) == 1
-            and len(check(good, set(good) | {"src/b.c"})) == 1
-            and len(check({file: row for file, row in good.items() if file != PARSERS[0]}, set(good))) == 2)
+            and len(check(good | {PARSERS[0]: Count(100, 99, 100, 100)}, set(good))) == 1
+            and len(check(good | {PARSERS[0]: Count(100, 100, 100, 99)}, set(good))) == 1
+            and len(check(good, set(good) | {"src/b.c", "src/c.c"})) == 1
+            and len(check({file: row for file, row in good.items() if file != PARSERS[0]}, set(good))) == 1)
 
 
 def main() -> int:
