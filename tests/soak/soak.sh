@@ -47,7 +47,7 @@ random() { # checks 100 problems at a time until the time is over or one fails
     [[ $sum =~ ^([0-9]+)\ passed ]] && cases=$((cases + BASH_REMATCH[1]))
     seed=$((seed + 1))
   done
-  ((status)) || echo "  $cases random problems, --random 100 --seed $first .. $((seed - 1))" >>"$log"
+  ((status)) || printf '  --random 100 --seed %s .. %s\n%s passed, 0 failed\n' "$first" $((seed - 1)) "$cases" >>"$log"
   return "$status"
 }
 
