@@ -211,6 +211,7 @@ TEST(files_of_presets) {
   preset_file("title,h,notes\n", "wants 'name'");
   preset_file("name,h\n", "wants 'notes'");
   preset_file("name,h,h,notes\n", "the column is there twice");
+  preset_file("name,preset,notes\nloop,loop,\n", "a preset is not made of other presets");
   preset_file(wide, "too many cells");
   preset_file("name,h,notes\n,8,\n", "wants a name without blanks");
   preset_file("name,h,notes\na b,8,\n", "wants a name without blanks");

@@ -83,6 +83,8 @@ static bool check_header(const struct line *head, const char *path, char *error,
   if (strcmp(head->cells[0], "name")) return complain(head, 0, path, "wants 'name'", error, bytes);
   if (strcmp(head->cells[last], "notes")) return complain(head, last, path, "wants 'notes'", error, bytes);
   for (int i = 1; i < last; i++) {
+    if (strcmp(head->cells[i], "preset") == 0)
+      return complain(head, i, path, "a preset is not made of other presets", error, bytes);
     for (int j = 1; j < i; j++)
       if (strcmp(head->cells[i], head->cells[j]) == 0)
         return complain(head, i, path, "the column is there twice", error, bytes);
