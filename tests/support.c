@@ -4,11 +4,29 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "format.h"
+
+/* ---- plans on the CPU */
+
+moe_context *cpu_context(int threads) {
+  moe_context *ctx = NULL;
+  if (moe_context_create(&ctx, MOE_BACKEND_CPU, threads) != MOE_OK) exit(2);
+  return ctx;
+}
+
+moe_status plan_status(const moe_config *config) {
+  moe_context *ctx = cpu_context(1);
+  moe_plan *plan = NULL;
+  const moe_status status = moe_plan_create(&plan, ctx, config);
+  moe_plan_destroy(plan);
+  moe_context_destroy(ctx);
+  return status;
+}
 
 /* ---- guard pages */
 

@@ -8,6 +8,9 @@
 
 #include "moeblas.h"
 
+moe_context *cpu_context(int threads);            /* ends the program if there is none */
+moe_status plan_status(const moe_config *config); /* of a plan with it, on the CPU */
+
 /* Bytes that end (or, if `before`, start) at a page that may not be touched. What is left over on the other
  * pages is filled with a pattern of its own. */
 struct guarded {

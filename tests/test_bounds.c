@@ -43,14 +43,8 @@ int __wrap_clock_gettime(clockid_t clock, struct timespec *time) {
   return clock == CLOCK_MONOTONIC ? 0 : -1;
 }
 
-static moe_context *cpu(int threads) {
-  moe_context *ctx = NULL;
-  if (moe_context_create(&ctx, MOE_BACKEND_CPU, threads) != MOE_OK) exit(2);
-  return ctx;
-}
-
 TEST(every_block_comes_back) {
-  moe_context *ctx = cpu(1);
+  moe_context *ctx = cpu_context(1);
   moe_timer *timer;
   void *memory[4];
   for (int i = 0; i < 4; i++)
@@ -64,7 +58,7 @@ TEST(every_block_comes_back) {
 }
 
 TEST(a_timer_counts_seconds_and_nanoseconds) {
-  moe_context *ctx = cpu(1);
+  moe_context *ctx = cpu_context(1);
   moe_timer *a, *b;
   double us = 0;
   REQUIRE(moe_timer_create(ctx, &a) == MOE_OK && moe_timer_create(ctx, &b) == MOE_OK, "%s", moe_last_error());
@@ -80,7 +74,7 @@ TEST(a_timer_counts_seconds_and_nanoseconds) {
 /* ---- contexts and kernels */
 
 TEST(threads_of_a_context) {
-  moe_context *ctx = cpu(1024);
+  moe_context *ctx = cpu_context(1024);
   EXPECT(moe_context_units(ctx) == 1024, "%d threads", moe_context_units(ctx));
   moe_context_destroy(ctx);
 }
@@ -104,15 +98,6 @@ TEST(a_kernel_is_chosen_by_name) {
 
 /* ---- configurations */
 
-static moe_status try_config(const moe_config *config) {
-  moe_context *ctx = cpu(1);
-  moe_plan *plan = NULL;
-  const moe_status status = moe_plan_create(&plan, ctx, config);
-  moe_plan_destroy(plan);
-  moe_context_destroy(ctx);
-  return status;
-}
-
 static moe_config valid(void) {
   moe_config c = MOE_CONFIG_INIT;
   c.hidden = 16, c.inter = 12, c.experts = 8, c.topk = 2, c.act.gated = 1;
@@ -125,9 +110,9 @@ TEST(widths) {
   for (int i = 0; i < 4; i++) {
     c = valid();
     *widths[i] = MOE_MAX_WIDTH;
-    EXPECT(try_config(&c) == MOE_OK, "%s", moe_last_error());
+    EXPECT(plan_status(&c) == MOE_OK, "%s", moe_last_error());
     *widths[i] = MOE_MAX_WIDTH + 1;
-    REFUSED(try_config(&c), ARGUMENT, "= 16777217, wanted ");
+    REFUSED(plan_status(&c), ARGUMENT, "= 16777217, wanted ");
   }
 }
 
@@ -137,13 +122,13 @@ TEST(numbers_of_the_router) {
     moe_config c = valid();
     c.router.renormalize = 1;
     c.router.renorm_epsilon = bad[i];
-    REFUSED(try_config(&c), ARGUMENT, "plan: router.renorm_epsilon = ");
+    REFUSED(plan_status(&c), ARGUMENT, "plan: router.renorm_epsilon = ");
   }
 }
 
 TEST(a_description_tells_the_limit) {
   moe_config c = valid();
-  moe_context *ctx = cpu(3);
+  moe_context *ctx = cpu_context(3);
   char text[1024];
   for (int limit = 0; limit < 3; limit++) {
     moe_plan *plan;
@@ -169,7 +154,7 @@ static _Alignas(16) char some[256];
 #define PRODUCT       .experts = 1, .a_dtype = MOE_FP32, .b_dtype = MOE_FP32, .d_dtype = MOE_FP32
 
 TEST(sizes_of_ops) {
-  moe_context *ctx = cpu(1);
+  moe_context *ctx = cpu_context(1);
   EXPECT(SCRATCH(convert, CONVERT, .count = INT64_MAX / 8) == 0, "%s", moe_last_error());
   EXPECT(SCRATCH(convert, CONVERT, .count = INT64_MAX / 8 + 1) == SIZE_MAX, "too many elements are taken");
   EXPECT(SCRATCH(permute, PERMUTE, .hidden = 2 * MOE_MAX_WIDTH) == 0, "%s", moe_last_error());
@@ -185,7 +170,7 @@ TEST(sizes_of_ops) {
 
 /* Without rows to add up, combine converts its addend: what y would be does not matter. */
 TEST(combine_of_nothing_needs_no_dtype) {
-  moe_context *ctx = cpu(1);
+  moe_context *ctx = cpu_context(1);
   const float addend[2] = {1, -2};
   float sum[2] = {0};
   EXPECT(CALL(combine, .tokens = 2, .hidden = 1, .addend = addend, .out = sum, .out_dtype = MOE_FP32) ==
@@ -200,7 +185,7 @@ TEST(dot_bias_of_every_length) {
   enum {
     MOST = 300
   };
-  moe_context *ctx = cpu(1);
+  moe_context *ctx = cpu_context(1);
   const moe_act_desc act = {0};
   static _Alignas(16) float a[MOST], bias[MOST], b[MOST];
   static _Alignas(256) char scratch[1 << 21];
@@ -220,7 +205,7 @@ TEST(dot_bias_of_every_length) {
 
 /* The smallest problem that needs an array is refused without it. */
 TEST(one_row_needs_its_arrays) {
-  moe_context *ctx = cpu(1);
+  moe_context *ctx = cpu_context(1);
   const moe_act_desc act = {0};
   int32_t *const ints = (int32_t *)(void *)some;
   REFUSED(CALL(wgrad, PRODUCT, .rows = 1, .m = 1, .n = 1, .b = some, .d = some), ARGUMENT, "wgrad: a = NULL");

@@ -95,12 +95,6 @@ __attribute__((format(printf, 4, 5))) static void check(moe_status got, moe_stat
 
 /* ---- names, contexts, memory, time */
 
-static moe_context *cpu(int threads) {
-  moe_context *ctx = NULL;
-  if (moe_context_create(&ctx, MOE_BACKEND_CPU, threads) != MOE_OK) exit(2);
-  return ctx;
-}
-
 static void names_and_contexts(void) {
   moe_context *ctx;
   moe_activation kind;
@@ -128,7 +122,7 @@ static void names_and_contexts(void) {
 }
 
 static void memory(void) {
-  moe_context *ctx = cpu(1);
+  moe_context *ctx = cpu_context(1);
   moe_timer *timer;
   void *block;
   char byte;
@@ -152,7 +146,7 @@ static void memory(void) {
 }
 
 static void timers(void) {
-  moe_context *ctx = cpu(1), *other = cpu(1);
+  moe_context *ctx = cpu_context(1), *other = cpu_context(1);
   moe_timer *a, *b;
   double us;
   SAYS(moe_timer_create(ctx, NULL), ARGUMENT, "timer_create: out = NULL, wanted a place for the timer");
@@ -169,7 +163,7 @@ static void timers(void) {
 }
 
 static void streams(void) {
-  moe_context *ctx = cpu(1);
+  moe_context *ctx = cpu_context(1);
   moe_stream stream;
   moe_graph *graph;
   SAYS(moe_stream_create(ctx, NULL), ARGUMENT, "stream_create: out = NULL, wanted a place for the stream");
@@ -185,26 +179,17 @@ static void streams(void) {
 
 /* ---- configurations */
 
-static moe_status try_config(const moe_config *config) {
-  moe_context *ctx = cpu(1);
-  moe_plan *plan = NULL;
-  const moe_status status = moe_plan_create(&plan, ctx, config);
-  moe_plan_destroy(plan);
-  moe_context_destroy(ctx);
-  return status;
-}
-
 /* A valid configuration is refused after these assignments to its fields c.x. */
 #define PLAN(sentence, ...)                                                  \
   do {                                                                       \
     moe_config c = MOE_CONFIG_INIT;                                          \
     c.hidden = 16, c.inter = 12, c.experts = 8, c.topk = 2, c.act.gated = 1; \
     __VA_ARGS__;                                                             \
-    SAYS(try_config(&c), ARGUMENT, "%s", sentence);                          \
+    SAYS(plan_status(&c), ARGUMENT, "%s", sentence);                         \
   } while (0)
 
 static void plans(void) {
-  moe_context *ctx = cpu(1);
+  moe_context *ctx = cpu_context(1);
   moe_plan *plan;
   moe_config config = MOE_CONFIG_INIT;
   config.hidden = config.inter = config.experts = config.topk = 1;
@@ -340,7 +325,7 @@ static _Alignas(16) char some[256];
 #define ROUTE .tokens = 4, .experts = 2, .logits_dtype = MOE_FP32
 
 static void routing_ops(void) {
-  moe_context *ctx = cpu(2);
+  moe_context *ctx = cpu_context(2);
   const moe_router_desc router = {0};
   void *const odd = some + 1;
   SAYS(moe_sort(NULL, NULL, NULL), ARGUMENT, "sort: ctx = NULL, wanted a context");
@@ -365,7 +350,7 @@ static void routing_ops(void) {
 }
 
 static void scratch(void) {
-  moe_context *ctx = cpu(2);
+  moe_context *ctx = cpu_context(2);
   moe_bias_grad_args a = {
       .size = sizeof a, .n = 8, .experts = 1, .v_dtype = MOE_FP32, .d = some, .d_dtype = MOE_FP32};
   const size_t wanted = moe_bias_grad_scratch(ctx, &a);
@@ -382,7 +367,7 @@ static void scratch(void) {
 #define GEMM    PRODUCT, .k = 8, .a_dtype = MOE_FP32, .b_dtype = MOE_FP32
 
 static void other_ops(void) {
-  moe_context *ctx = cpu(2);
+  moe_context *ctx = cpu_context(2);
   const moe_act_desc act = {.gated = 1};
   OP(gemm, "gemm: accumulate = 1, wanted MOE_EPILOGUE_STORE with fp32 d", GEMM, .accumulate = 1,
      .epilogue = MOE_EPILOGUE_ACT);
