@@ -2,29 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # The command line from outside: exit codes, --help, --json, colour, and what goes to stdout and what to stderr.
-set -uo pipefail
-cd "$(dirname "$0")/.."
-moeblas=${BUILD:-build}/moeblas
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
-passed=0 failed=0
+. "$(dirname "$0")/lib/script.sh" || exit
 
-verdict() { # name, then a command that must succeed
-  local name=$1
-  shift
-  if "$@"; then passed=$((passed + 1)); else echo "FAIL $name"; failed=$((failed + 1)); fi
-}
-# Runs the tool; its output is in $scratch/out and $scratch/err, its code in $code.
-tool() { "$moeblas" "$@" >"$scratch/out" 2>"$scratch/err" </dev/null; code=$?; }
+# Runs the tool; its output is in $dir/out and $dir/err, its code in $code.
+tool() { "$moeblas" "$@" >"$dir/out" 2>"$dir/err" </dev/null; code=$?; }
 exits() { # code argument...
   local wanted=$1
   shift
   tool "$@"
   verdict "moeblas $*: exit status $code, wanted $wanted" test "$code" = "$wanted"
 }
-says() { verdict "$1 should say '$2'" grep -qF -- "$2" "$scratch/$1"; }
-silent() { verdict "$1 should be empty" test ! -s "$scratch/$1"; }
-is_json() { verdict "moeblas $*: one JSON document" python3 -m json.tool "$scratch/out" /dev/null; }
+says() { verdict "$1 should say '$2'" grep -qF -- "$2" "$dir/$1"; }
+silent() { verdict "$1 should be empty" test ! -s "$dir/$1"; }
+is_json() { verdict "moeblas $*: one JSON document" python3 -m json.tool "$dir/out" /dev/null; }
 
 # help
 for command in info check bench train version help; do
@@ -68,25 +58,25 @@ says out "REFUSED"
 # files
 exits 3 check @/nonexistent
 says err "/nonexistent"
-printf 't8 h8 f8 # a comment\n\nt8 wobble\n' >"$scratch/list.txt"
-exits 2 check "@$scratch/list.txt"
+printf 't8 h8 f8 # a comment\n\nt8 wobble\n' >"$dir/list.txt"
+exits 2 check "@$dir/list.txt"
 says err "line 3"
 silent out
-printf '1 2 3\n' >"$scratch/shares.txt"
-exits 3 check "t8 h8 f8 skew=$scratch/shares.txt"
+printf '1 2 3\n' >"$dir/shares.txt"
+exits 3 check "t8 h8 f8 skew=$dir/shares.txt"
 says err "wants 8 numbers"
-printf '1 0 0 0 5 0 2 1e-3\n' >"$scratch/shares.txt"
-exits 0 check "t8 h8 f8 skew=$scratch/shares.txt"
+printf '1 0 0 0 5 0 2 1e-3\n' >"$dir/shares.txt"
+exits 0 check "t8 h8 f8 skew=$dir/shares.txt"
 if [[ -w /dev/full ]]; then
-  "$moeblas" info >/dev/full 2>"$scratch/err"
+  "$moeblas" info >/dev/full 2>"$dir/err"
   verdict "a full disk is exit status 3" test $? = 3
 fi
 
 # presets
 exits 0 info --presets
 says out "gpt-oss-20b"
-printf 'name,h,notes\na,zero,\n' >"$scratch/presets.csv"
-export MOEBLAS_PRESETS=$scratch/presets.csv
+printf 'name,h,notes\na,zero,\n' >"$dir/presets.csv"
+export MOEBLAS_PRESETS=$dir/presets.csv
 exits 3 info --presets
 says err "line 2, column 2"
 silent out
@@ -103,9 +93,9 @@ exits 0 check --mutate 't16 h16 f8 bwd'
 says out "0 failed"
 exits 0 check --threads 1 -- 't8 h16 f8'
 exits 0 bench --repeat 3 --seconds 0.01 --csv 't8 h16 f8 bwd bias'
-verdict "the CSV has 13 columns" test "$(awk -F, 'NF != 13' "$scratch/out" | wc -l)" = 0
+verdict "the CSV has 13 columns" test "$(awk -F, 'NF != 13' "$dir/out" | wc -l)" = 0
 says out "date,commit,problem,pass,impl,time_us,tflops,gbps,pct_of_floor,launches,peak_mib,spread_pct,note"
-verdict "the CSV has the layer both ways" test "$(grep -c ',moeblas,' "$scratch/out")" = 2
+verdict "the CSV has the layer both ways" test "$(grep -c ',moeblas,' "$dir/out")" = 2
 
 # JSON: one document, nothing else
 exits 0 info --json && is_json
@@ -120,7 +110,7 @@ exits 0 bench --json --repeat 3 --seconds 0.01 't8 h16 f8 bwd given' && is_json
 # colour: none into a file; into a terminal unless NO_COLOR or a dumb one
 escape=$'\033'
 tool check 't4 h8 f8'
-verdict "no colour into a file" test -z "$(grep -F "$escape" "$scratch/out")"
+verdict "no colour into a file" test -z "$(grep -F "$escape" "$dir/out")"
 if command -v script >/dev/null; then
   on_terminal() { env "$@" script -qec "$moeblas check 't4 h8 f8'" /dev/null </dev/null | grep -cF "$escape[32m"; }
   verdict "colour on a terminal" test "$(on_terminal TERM=xterm NO_COLOR=)" -gt 0

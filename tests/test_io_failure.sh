@@ -5,24 +5,9 @@
 # printed, kill -9 at random moments, two runs in one folder. The checkpoint that was there is there still, or a newer whole
 # one, and a run that was killed and resumed ends with the bits of one that was not.
 # Environment: BUILD; KILLS, how many trainings are killed (3; `make kills` asks for 100).
-set -uo pipefail
-cd "$(dirname "$0")/.."
+. "$(dirname "$0")/lib/script.sh" || exit
 export OMP_WAIT_POLICY=passive # other jobs share the cores
-moeblas=$(realpath "${BUILD:-build}/moeblas")
 kills=${KILLS:-3}
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-passed=0 failed=0
-
-check() { # name, then a command that must succeed
-  local name=$1
-  shift
-  if "$@" >"$dir/check" 2>&1; then
-    passed=$((passed + 1)) && echo "ok   $name"
-  else
-    failed=$((failed + 1)) && echo "FAIL $name: $*" && tail -n 5 "$dir/check"
-  fi
-}
 
 head -c 20000 docs/design.md >"$dir/text"
 train() { "$moeblas" train --backend cpu --data "$dir/text" "$@" >"$dir/out" 2>"$dir/err"; }

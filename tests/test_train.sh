@@ -3,23 +3,8 @@
 #
 # `moeblas train` from outside: files, exit codes, what is printed; equal bits after an interruption and for any number of
 # threads; every refusal is one sentence and leaves the old checkpoint alone. Environment: BUILD.
-set -uo pipefail
-cd "$(dirname "$0")/.."
+. "$(dirname "$0")/lib/script.sh" || exit
 export OMP_WAIT_POLICY=passive # other jobs share the cores
-moeblas=${BUILD:-build}/moeblas
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-passed=0 failed=0
-
-check() { # name, then a command that must succeed
-  local name=$1
-  shift
-  if "$@" >"$dir/check" 2>&1; then
-    passed=$((passed + 1)) && echo "ok   $name"
-  else
-    failed=$((failed + 1)) && echo "FAIL $name: $*" && tail -n 5 "$dir/check"
-  fi
-}
 
 train() { "$moeblas" train "$@" >"$dir/out" 2>"$dir/err"; }
 exits() { # code (a pattern), then a command of which it is the exit status
