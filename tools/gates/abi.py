@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lib import gate
+
 BASELINE = Path("tests/abi/libmoeblas.abi")
 DESCRIBE = ["abidw", "--headers-dir", "include", "--drop-private-types", "--no-corpus-path", "--no-comp-dir-path", "--no-show-locs",
             "--type-id-style", "hash"]
@@ -76,21 +78,13 @@ def self_test() -> bool:
             and functions_of(symbols) == {"moe_a", "moe_b"} and len(functions_of(BASELINE.read_text(encoding="utf-8"))) > 50)
 
 
-def main() -> int:
-    os.chdir(Path(__file__).resolve().parents[2])
+def gate_check() -> list[str]:
     library = Path(os.environ.get("BUILD", "build")) / "libmoeblas.so"
-    if sys.argv[1:] == ["--self-test"]:
-        found = [] if self_test() else ["the self-test"]
-    elif sys.argv[1:] == ["--write"]:
+    if sys.argv[1:] == ["--write"]:
         describe(library, BASELINE)
-        found = []
-    else:
-        found = check(library) if library.exists() else [f"no library in {library.parent}"]
-    for sentence in found:
-        print(sentence)
-    print(f"{0 if found else 1} passed, {len(found)} failed")
-    return 1 if found else 0
+        return []
+    return check(library) if library.exists() else [f"no library in {library.parent}"]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    gate.run(self_test, gate_check)

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Iterable, NamedTuple
 
+from lib import gate
+
 RESULTS = Path("bench/results/coverage.csv")
 LINES = 98.0  # per cent of the lines of src/*.c, src/cpu and tools
 BRANCHES = 90.0
@@ -162,20 +164,12 @@ def self_test() -> bool:
             and len(check({file: row for file, row in good.items() if file != PARSERS[0]}, set(good))) == 1)
 
 
-def main() -> int:
-    os.chdir(Path(__file__).resolve().parents[2])
-    if sys.argv[1:] == ["--self-test"]:
-        found = [] if self_test() else ["the self-test"]
-    else:
-        table = measure() if sys.argv[1:] == ["--measure"] else load()
-        found = check(table, host_sources())
-        if table:
-            print(figures(table))
-    for sentence in found:
-        print(sentence)
-    print(f"{0 if found else 1} passed, {len(found)} failed")
-    return 1 if found else 0
+def gate_check() -> list[str]:
+    table = measure() if sys.argv[1:] == ["--measure"] else load()
+    if table:
+        print(figures(table))
+    return check(table, host_sources())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    gate.run(self_test, gate_check)

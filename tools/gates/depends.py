@@ -7,8 +7,8 @@ must be one that the including folder may see. Intrinsics stay below src/cpu, CU
 `--self-test` shows that each kind of violation is found."""
 import os
 import re
-import subprocess
-import sys
+
+from lib import gate
 
 SEES = {  # folder -> folders it may include from, in the order of lookup
     "include": ["include"],
@@ -80,18 +80,10 @@ def self_test():
     return found == set(bad)
 
 
-def main():
-    os.chdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
-    if sys.argv[1:] == ["--self-test"]:
-        ok = self_test()
-    else:
-        listing = ["git", "ls-files", "-co", "--exclude-standard", "*.c", "*.h", "*.def", "*.cu", "*.cuh"]
-        files = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.split()
-        found = check(files, lambda path: open(path, encoding="utf-8").read(), os.path.isfile)
-        print(*found, f"{len(files)} files", sep="\n")
-        ok = not found
-    print("1 passed, 0 failed" if ok else "0 passed, 1 failed")
-    return not ok
+def gate_check():
+    files = gate.read_files("*.c", "*.h", "*.def", "*.cu", "*.cuh")
+    print(f"{len(files)} files")
+    return check(list(files), files.get, os.path.isfile)
 
 
-sys.exit(main())
+gate.run(self_test, gate_check)

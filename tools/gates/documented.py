@@ -6,9 +6,9 @@ A function is documented by a comment on its line, or by one above it in the sam
 between them). A struct or enum is documented by a comment directly above it or by comments on at least half of its
 members. `--self-test` shows that undocumented ones are found."""
 import glob
-import os
 import re
-import sys
+
+from lib import gate
 
 
 def members_documented(body):
@@ -52,17 +52,10 @@ def self_test():
     return all(len(check("x.h", text)) == want for text, want in cases)
 
 
-def main():
-    os.chdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
-    if sys.argv[1:] == ["--self-test"]:
-        ok = self_test()
-    else:
-        headers = sorted(glob.glob("include/*.h"))
-        found = [line for path in headers for line in check(path, open(path, encoding="utf-8").read())]
-        print(*found, f"{len(headers)} headers", sep="\n")
-        ok = bool(headers) and not found
-    print("1 passed, 0 failed" if ok else "0 passed, 1 failed")
-    return not ok
+def gate_check():
+    headers = sorted(glob.glob("include/*.h"))
+    print(f"{len(headers)} headers")
+    return [line for path in headers for line in check(path, open(path, encoding="utf-8").read())] if headers else ["no headers"]
 
 
-sys.exit(main())
+gate.run(self_test, gate_check)

@@ -4,10 +4,9 @@
 
 Lines are compared without white space, comments, blank lines and #includes. `--self-test` shows that a planted copy is
 found, and that 11 equal lines are not."""
-import os
 import re
-import subprocess
-import sys
+
+from lib import gate
 
 RUN = 12
 
@@ -49,19 +48,10 @@ def self_test():
     return len(twice) == 1 and len(same_file) == 1 and not short
 
 
-def main():
-    os.chdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
-    if sys.argv[1:] == ["--self-test"]:
-        ok = self_test()
-    else:
-        kinds = [f"{folder}/*{end}" for folder in ("src", "tools", "tests", "examples") for end in (".c", ".h", ".cu", ".cuh")]
-        listing = ["git", "ls-files", "-co", "--exclude-standard", *kinds]
-        files = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.split()
-        found = check({path: open(path, encoding="utf-8").read() for path in files})
-        print(*found, f"{len(files)} files", sep="\n")
-        ok = not found
-    print("1 passed, 0 failed" if ok else "0 passed, 1 failed")
-    return not ok
+def gate_check():
+    files = gate.read_files(*[f"{folder}/*{end}" for folder in ("src", "tools", "tests", "examples") for end in (".c", ".h", ".cu", ".cuh")])
+    print(f"{len(files)} files")
+    return check(files)
 
 
-sys.exit(main())
+gate.run(self_test, gate_check)

@@ -8,11 +8,12 @@ reads the page, provokes every other row, and fails for one that it could not. `
 difference is found."""
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
 from typing import Iterator, NamedTuple
+
+from lib import gate
 
 PAGE = Path("docs/errors.md")
 HEADER = """# Errors
@@ -154,22 +155,14 @@ def self_test() -> bool:
             and len(vague([Site("a.c", 1, "ARGUMENT", "went wrong")])) == 1)
 
 
-def main() -> int:
-    os.chdir(Path(__file__).resolve().parents[2])
-    if sys.argv[1:] == ["--self-test"]:
-        found = [] if self_test() else ["the self-test"]
-    else:
-        all_sites = read_sites()
-        page = rows(all_sites)
-        if sys.argv[1:] == ["--write"]:
-            PAGE.write_text(HEADER + "".join(map(Row.text, page)), encoding="utf-8")
-        found = vague(all_sites) + differences(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", page)
-        print(f"{len(all_sites)} sites, {len(page)} sentences, {sum(row.shown_by == 'test' for row in page)} shown by the test")
-    for sentence in found:
-        print(sentence)
-    print(f"{0 if found else 1} passed, {len(found)} failed")
-    return 1 if found else 0
+def gate_check() -> list[str]:
+    all_sites = read_sites()
+    page = rows(all_sites)
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(HEADER + "".join(map(Row.text, page)), encoding="utf-8")
+    print(f"{len(all_sites)} sites, {len(page)} sentences, {sum(row.shown_by == 'test' for row in page)} shown by the test")
+    return vague(all_sites) + differences(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", page)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    gate.run(self_test, gate_check)

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Iterable, NamedTuple
 
+from lib import gate
+
 PAGE = Path("docs/kernels.md")
 HEADER = """# Kernels
 
@@ -183,17 +185,5 @@ def self_test() -> bool:
             and len(name_differences(page[:1], names_of_sources(source))) == 1)
 
 
-def main() -> int:
-    os.chdir(Path(__file__).resolve().parents[2])
-    if sys.argv[1:] == ["--self-test"]:
-        found = [] if self_test() else ["the self-test"]
-    else:
-        found = write() if sys.argv[1:] == ["--write"] else check()
-    for sentence in found:
-        print(sentence)
-    print(f"{0 if found else 1} passed, {len(found)} failed")
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    gate.run(self_test, write if sys.argv[1:] == ["--write"] else check)

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 
+from lib import gate
+
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -66,11 +68,7 @@ def check(texts):
         lengths += [(n.end_lineno - n.lineno + 1, f"{path}:{n.lineno} {n.name}") for n in ast.walk(tree) if isinstance(n, FUNCTIONS)]
         if path.startswith("python/moeblas/"):
             found += undocumented(path, tree)
-    found += [f"{where}: {length} lines, the limit is 120" for length, where in lengths if length > 120]
-    long = sum(length >= 60 for length, _ in lengths)
-    if long > 0.1 * len(lengths):
-        found.append(f"{long} of {len(lengths)} functions have 60 lines or more, the limit is one in ten")
-    return found, lengths
+    return found + gate.too_long(lengths), lengths
 
 
 def self_test():
@@ -94,19 +92,11 @@ def self_test():
     return not wrong
 
 
-def main():
-    os.chdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
-    if sys.argv[1:] == ["--self-test"]:
-        ok = self_test()
-    else:
-        kinds = ["python/*.py", "tests/python/*.py", "examples/*.py", "bench/*.py"]
-        listing = ["git", "ls-files", "-co", "--exclude-standard", *kinds]
-        files = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.split()
-        found, lengths = check({path: open(path, encoding="utf-8").read() for path in files if os.path.isfile(path)})
-        print(*found, f"{len(files)} files, {len(lengths)} functions", sep="\n")
-        ok = not found
-    print("1 passed, 0 failed" if ok else "0 passed, 1 failed")
-    return not ok
+def gate_check():
+    files = gate.read_files("python/*.py", "tests/python/*.py", "examples/*.py", "bench/*.py")
+    found, lengths = check(files)
+    print(f"{len(files)} files, {len(lengths)} functions")
+    return found
 
 
-sys.exit(main())
+gate.run(self_test, gate_check)

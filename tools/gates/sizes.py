@@ -5,11 +5,10 @@
 Files have at most 500 lines, public headers 600, the Makefile 125; 90 % of the functions have fewer than 60 lines and
 none more than 120. Functions are found by their shape, which clang-format fixes: they start in column 0, and so does the
 brace that ends them. Prints the longest functions. `--self-test` shows that each limit is enforced."""
-import os
 import re
 import statistics
-import subprocess
-import sys
+
+from lib import gate
 
 
 def file_limit(path):
@@ -44,11 +43,7 @@ def check(texts):
         if path.endswith((".c", ".h", ".cu", ".cuh")):
             lengths += [(length, f"{path}:{line} {name}") for name, line, length in functions(text)]
     lengths.sort(reverse=True)
-    found += [f"{where}: {length} lines, the limit is 120" for length, where in lengths if length > 120]
-    long = sum(length >= 60 for length, _ in lengths)
-    if long > 0.1 * len(lengths):
-        found.append(f"{long} of {len(lengths)} functions have 60 lines or more, the limit is one in ten")
-    return found, lengths
+    return found + gate.too_long(lengths), lengths
 
 
 def self_test():
@@ -65,22 +60,14 @@ def self_test():
     return all(len(check(texts)[0]) == want for texts, want in cases)
 
 
-def main():
-    os.chdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
-    if sys.argv[1:] == ["--self-test"]:
-        ok = self_test()
-    else:
-        kinds = ["*.c", "*.h", "*.def", "*.cu", "*.cuh", "*.py", "*.sh", "*.cmake", "*.mk", "Makefile"]
-        listing = ["git", "ls-files", "-co", "--exclude-standard", *kinds]
-        files = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.split()
-        found, lengths = check({path: open(path, encoding="utf-8").read() for path in files})
-        for length, where in lengths[:10]:
-            print(f"{length:5} lines  {where}")
-        median = statistics.median(length for length, _ in lengths)
-        print(*found, f"{len(files)} files, {len(lengths)} functions, median {median:g} lines", sep="\n")
-        ok = not found
-    print("1 passed, 0 failed" if ok else "0 passed, 1 failed")
-    return not ok
+def gate_check():
+    files = gate.read_files("*.c", "*.h", "*.def", "*.cu", "*.cuh", "*.py", "*.sh", "*.cmake", "*.mk", "Makefile")
+    found, lengths = check(files)
+    for length, where in lengths[:10]:
+        print(f"{length:5} lines  {where}")
+    median = statistics.median(length for length, _ in lengths)
+    print(f"{len(files)} files, {len(lengths)} functions, median {median:g} lines")
+    return found
 
 
-sys.exit(main())
+gate.run(self_test, gate_check)
