@@ -79,10 +79,15 @@ class InternalError(Error, RuntimeError):
 _ERRORS = {kind.status: kind for kind in Error.__subclasses__()}
 
 
+def error_of(status: int, sentence: str) -> Error:
+    """The exception that a status other than OK stands for."""
+    return _ERRORS.get(status, InternalError)(sentence)
+
+
 def _check(status: int, *_: object) -> int:
     """ctypes' errcheck: turns a status into an exception with the library's sentence."""
     if status:
-        raise _ERRORS.get(status, InternalError)(lib.moe_last_error().decode())
+        raise error_of(status, lib.moe_last_error().decode())
     return status
 
 
@@ -234,6 +239,31 @@ def make_config(**fields: object) -> Config:
     config = Config()
     _fill(config, "", fields)
     return config
+
+
+def param_shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter that a layer of this configuration can have, by name."""
+    halves = 2 if c.act.gated else 1
+    inter, shared, width = halves * c.inter, halves * c.shared_inter, c.latent or c.hidden
+    shapes: dict[str, tuple[int, ...]] = {
+        "router_weight": (c.experts, c.hidden),
+        "router_bias": (c.experts,),
+        "correction_bias": (c.experts,),
+        "b1": (c.experts, inter),
+        "b2": (c.experts, width),
+        "shared_gate": (c.hidden,),
+    }
+    matrices: dict[str, tuple[int, ...]] = {
+        "w1": (c.experts, inter, width),
+        "w2": (c.experts, width, c.inter),
+        "shared_w1": (shared, c.hidden),
+        "shared_w2": (c.hidden, c.shared_inter),
+        "latent_down": (c.latent, c.hidden),
+        "latent_up": (c.hidden, c.latent),
+    }
+    for name, (*experts, rows, columns) in matrices.items():
+        shapes[name] = (*experts, columns, rows) if c.transposed else (*experts, rows, columns)
+    return shapes
 
 
 def _with_dtypes(config: Config) -> Config:

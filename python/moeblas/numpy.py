@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._lib import ArgumentError, Context, Plan, make_config
+from ._lib import ArgumentError, Context, Plan, make_config, param_shapes
 from ._structs import Balance, Dtype, Entry, ParamGrads, Params
 
 Array = NDArray[np.generic]
@@ -82,32 +82,7 @@ class Layer:
         self.plan = Plan(Context.get("cpu", threads), make_config(dtype=dtype, **config))
         self.config = self.plan.config
         self._routed = self.config.entry in (Entry.HIDDEN, Entry.LOGITS)
-        self.shapes = self._param_shapes()
-
-    def _param_shapes(self) -> dict[str, Shape]:
-        """The shape of every parameter that the layer can have, by name."""
-        c = self.config
-        halves = 2 if c.act.gated else 1
-        inter, shared, width = halves * c.inter, halves * c.shared_inter, c.latent or c.hidden
-        shapes: dict[str, Shape] = {
-            "router_weight": (c.experts, c.hidden),
-            "router_bias": (c.experts,),
-            "correction_bias": (c.experts,),
-            "b1": (c.experts, inter),
-            "b2": (c.experts, width),
-            "shared_gate": (c.hidden,),
-        }
-        matrices: dict[str, Shape] = {
-            "w1": (c.experts, inter, width),
-            "w2": (c.experts, width, c.inter),
-            "shared_w1": (shared, c.hidden),
-            "shared_w2": (c.hidden, c.shared_inter),
-            "latent_down": (c.latent, c.hidden),
-            "latent_up": (c.hidden, c.latent),
-        }
-        for name, (*experts, rows, columns) in matrices.items():
-            shapes[name] = (*experts, columns, rows) if c.transposed else (*experts, rows, columns)
-        return shapes
+        self.shapes = param_shapes(self.config)
 
     def _param_dtype(self, name: str) -> Dtype:
         if name in _FP32_PARAMS:

@@ -8,13 +8,14 @@ experts, k topk.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._lib import ArgumentError, UnsupportedError, make_config
-from .._structs import ActDesc, Balance, Config, RouterDesc
+from .._lib import ArgumentError, UnsupportedError, make_config, param_shapes
+from .._options import ExpertOptions, RouterOptions, config_fields
+from .._structs import Balance, Config
 from ._layer import run_layer
 
 if TYPE_CHECKING:
@@ -23,44 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["Aux", "ExpertOptions", "MoeOptions", "experts", "moe"]
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_ACT_FIELDS = {field[0] for field in ActDesc._fields_} - {"kind", "gated"}
-_ROUTER_FIELDS = {field[0] for field in RouterDesc._fields_}
 
 
-class ExpertOptions(TypedDict, total=False):
-    """Fields of moe_act_desc and moe_config; what is left out is the default."""
-
-    act: str  #: a name of moeblas_act.def: "swiglu" (the default), "geglu", "silu", ...
-    layout: str  #: "concat_gate_first", "concat_up_first" or "interleaved"
-    interleave: int
-    alpha: float
-    beta: float
-    gate_max: float
-    up_min: float
-    up_max: float
-    up_offset: float
-    up_beta: float
-    transposed: bool  #: matrices are [in,out] instead of [out,in]
-    weight_on_input: bool
-    recompute: bool  #: backward repeats the up projection, same bits
-
-
-class MoeOptions(ExpertOptions, total=False):
-    """Fields of moe_router_desc and moe_config besides."""
-
-    score: str  #: "softmax", "topk_softmax", "sigmoid" or "sqrt_softplus"
-    renormalize: bool
-    renorm_epsilon: float
-    scale: float
-    groups: int
-    topk_groups: int
-    group_score: str  #: "max", "top2_sum" or "topk_sum"
-    balance: str  #: "none", "batch" or "sequence"
-    balance_coeff: float
-    z_coeff: float
-    sequence_tokens: int
-    capacity_factor: float
-    drop: str  #: "weight" or "position"
+class MoeOptions(ExpertOptions, RouterOptions, total=False):
+    """Those of the experts and of the router."""
 
 
 class Aux(NamedTuple):
@@ -119,17 +86,13 @@ def _config(x: jax.Array, w2: jax.Array, options: Mapping[str, object], **fields
         raise ArgumentError(
             f"moeblas.jax: w2 has {jnp.ndim(w2)} dimensions, wanted one matrix an expert"
         )
-    act = {name: value for name, value in options.items() if name in _ACT_FIELDS}
-    rest = {name: value for name, value in options.items() if name not in act and name != "act"}
-    rest["recompute"] = "h" if rest.get("recompute") else "none"
     return make_config(
         hidden=x.shape[1],
         inter=w2.shape[1 if options.get("transposed") else 2],
         experts=w2.shape[0],
         dtype=_DTYPES[str(x.dtype)],
         grad_dtype=_DTYPES[str(x.dtype)],
-        act={"kind": options.get("act", "swiglu"), **act},
-        **rest,
+        **config_fields(options),
         **fields,
     )
 
@@ -145,23 +108,7 @@ def _known(options: Mapping[str, object], kind: type) -> dict[str, object]:
 
 def _parameters(config: Config, x: jax.Array, given: Mapping[str, jax.Array | None]) -> dict:
     """The weights and biases that are given, checked against the configuration."""
-
-    def linear(outputs: int, inputs: int) -> tuple[int, int]:
-        return (inputs, outputs) if config.transposed else (outputs, inputs)
-
-    halves = 2 if config.act.gated else 1
-    count, hidden, width = config.experts, config.hidden, config.latent or config.hidden
-    shapes = {
-        "w1": (count, *linear(halves * config.inter, width)),
-        "b1": (count, halves * config.inter),
-        "w2": (count, *linear(width, config.inter)),
-        "b2": (count, width),
-        "shared_w1": linear(halves * config.shared_inter, hidden),
-        "shared_w2": linear(hidden, config.shared_inter),
-        "shared_gate": (hidden,),
-        "latent_down": linear(config.latent, hidden),
-        "latent_up": linear(hidden, config.latent),
-    }
+    shapes = param_shapes(config)
     present = {name: array for name, array in given.items() if array is not None}
     for one, other in (("shared_w1", "shared_w2"), ("latent_down", "latent_up")):
         if (one in present) != (other in present):
@@ -237,14 +184,12 @@ def moe(
     x, router_weight = jnp.asarray(x), jnp.asarray(router_weight)
     router_dtype = jnp.dtype(jnp.float32 if router_weight.dtype == jnp.float32 else x.dtype)
     known = _known(options, MoeOptions)
-    router = {name: known.pop(name) for name in list(known) if name in _ROUTER_FIELDS}
     along = 0 if known.get("transposed") else 1
     config = _config(
         x,
         w2,
         known,
         topk=topk,
-        router=router,
         router_dtype=_DTYPES.get(str(router_dtype), "default"),
         shared_inter=0 if shared_w2 is None else jnp.shape(shared_w2)[along],
         latent=0 if latent_up is None else jnp.shape(latent_up)[along],

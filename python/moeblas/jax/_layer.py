@@ -68,8 +68,7 @@ def sizes(config: bytes, backend: Backend, tokens: int) -> tuple[int, int]:
         text,
     )
     if status:
-        kinds = {kind.status: kind for kind in _lib.Error.__subclasses__()}
-        raise kinds.get(status, _lib.InternalError)(text.value.decode())
+        raise _lib.error_of(status, text.value.decode())
     return workspace.value, saved.value
 
 

@@ -24,6 +24,8 @@ from .. import (
     Context,
     Dtype,
     Entry,
+    ParamGrads,
+    Params,
     Plan,
     UnsupportedError,
     make_config,
@@ -41,22 +43,14 @@ ROUTING = (
     "token_count",
     "global_counts",
 )
-PARAMS = (
-    "router_weight",
-    "router_bias",
-    "correction_bias",
-    "w1",
-    "b1",
-    "w2",
-    "b2",
-    "shared_w1",
-    "shared_w2",
-    "shared_gate",
-    "latent_down",
-    "latent_up",
-)
+PARAMS = tuple(name for name, _ in Params._fields_ if name != "size")
 # What backward can give, in the order of its `wanted`.
-GRADS = ("x", "logits", "weights", *(name for name in PARAMS if name != "correction_bias"))
+GRADS = (
+    "x",
+    "logits",
+    "weights",
+    *(name for name, _ in ParamGrads._fields_ if name != "size"),
+)
 
 # Shapes in letters: T tokens, H hidden, E experts, K topk, F inter, D = L or H, S shared_inter, L
 # latent; F2 and S2 are twice F and S when gated. Those in _TURNED have their last two letters

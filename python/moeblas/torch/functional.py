@@ -10,50 +10,21 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import _options
+from .._options import RouterOptions
 from ._layer import PARAMS, ROUTING
 from .ops import forward
 
 
-class ExpertOptions(TypedDict, total=False):
+class ExpertOptions(_options.ExpertOptions, total=False):
     """What one expert computes, and how. Every option may be left out."""
 
-    act: str  # "swiglu" (the default), "geglu", ...; not gated: "silu", "relu2", ...
-    alpha: float
-    beta: float
-    gate_max: float
-    up_min: float
-    up_max: float
-    up_offset: float
-    up_beta: float
-    layout: str  # "concat_gate_first" (the default), "concat_up_first", "interleaved"
-    interleave: int
-    transposed: bool  # weights are [in, out] by expert
-    weight_on_input: bool
-    recompute: bool  # keep only the row map for backward, and compute h again
     sm_limit: int
-
-
-class RouterOptions(TypedDict, total=False):
-    """How experts are chosen, weighed and kept balanced. Every option may be left out."""
-
-    score: str  # "softmax" (the default), "topk_softmax", "sigmoid", "sqrt_softplus"
-    renormalize: bool
-    renorm_epsilon: float
-    scale: float
-    groups: int
-    topk_groups: int
-    group_score: str  # "max" (the default), "top2_sum", "topk_sum"
-    balance: str  # "none" (the default), "batch", "sequence", "global"
-    balance_coeff: float
-    z_coeff: float
-    sequence_tokens: int
-    capacity_factor: float
-    drop: str  # "weight" (the default), "position"
 
 
 class Routing(NamedTuple):
@@ -69,10 +40,7 @@ class Routing(NamedTuple):
 
 _INPUTS = ROUTING + PARAMS
 _IN_FP32 = ("router_bias", "correction_bias")
-_ROUTER = frozenset(RouterOptions.__annotations__) - {"capacity_factor", "drop"}
-_PLAIN = ("transposed", "weight_on_input", "sm_limit", "capacity_factor", "drop")
-_ACT = frozenset(ExpertOptions.__annotations__) - {"act", "recompute", *_PLAIN}
-_KNOWN = {"act", "recompute", "topk", *_PLAIN, *_ACT, *_ROUTER}
+_KNOWN = {"topk", *ExpertOptions.__annotations__, *RouterOptions.__annotations__}
 
 
 @torch.compiler.assume_constant_result
@@ -92,17 +60,7 @@ def _options_text(entry: str, **options: str | float) -> str:
         raise TypeError(
             f"moeblas.torch: unknown options {unknown}, wanted some of {sorted(_KNOWN)}"
         )
-    fields: dict = {"entry": entry, "act": {"kind": options.get("act", "swiglu")}, "router": {}}
-    for name, value in options.items():
-        if name in _ACT:
-            fields["act"][name] = value
-        elif name in _ROUTER:
-            fields["router"][name] = value
-        elif name == "recompute":
-            fields[name] = "h" if value else "none"
-        elif name != "act":
-            fields[name] = value
-    return json.dumps(fields, sort_keys=True)
+    return json.dumps({"entry": entry, **_options.config_fields(options)}, sort_keys=True)
 
 
 # ---- types and shapes
