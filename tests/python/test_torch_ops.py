@@ -255,7 +255,7 @@ def test_saved_is_enough():
 def torch_ops_layer(x, text, tensors):
     from moeblas.torch import ops
 
-    return ops._Inputs(x, tensors).layer(text)
+    return ops._forward_call(x, tensors, text).layer
 
 
 REFUSED = {
@@ -304,6 +304,28 @@ def test_unknown_options_and_double_backward():
     out = mt.experts(x, ids, torch.ones(3, 1), w1, w2)
     with pytest.raises(RuntimeError, match="can be differentiated once"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_forward_mode_and_transforms_are_refused(recorded):
+    """A tangent is never lost silently, and no transform runs the layer wrongly."""
+    x, made, text = inputs("ids", "cpu", grad=recorded)
+    run = lambda x: FORWARD.default(x, *made, text, False)[0]  # noqa: E731
+    w1 = made[(ROUTING + PARAMS).index("w1")]
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(run(x), run(x.detach().clone()))
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(moeblas.UnsupportedError, match="x has a forward-mode tangent"):
+            run(dual)
+        dual = torch.autograd.forward_ad.make_dual(w1, torch.ones_like(w1))
+        with pytest.raises(moeblas.UnsupportedError, match="w1 has a forward-mode tangent"):
+            mt.experts(x, made[1], made[2], dual, made[(ROUTING + PARAMS).index("w2")])
+    with pytest.raises(moeblas.UnsupportedError, match="x has a forward-mode tangent"):
+        torch.func.jvp(run, (x.detach(),), (torch.ones_like(x),))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: run(x).sum())(x)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for moeblas::forward"):
+        torch.func.vmap(run)(x[None].expand(2, -1, -1))
 
 
 @pytest.mark.parametrize("device", plain.DEVICES)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of one call of the layer from PyTorch, and where it goes.
+"""Host time of the layer from PyTorch, and where it goes.
 
     python tests/python/torch_host_cost.py [cpu|cuda]
 
-The layer is tiny, so that what is left is overhead. Four parts of a call without gradient are
-measured, each as the best of several means of CPU time of this thread:
-    dispatcher   an operator with the same schema and keys that does nothing
-    library      the bare call of moe_forward (on CUDA with its launches)
-    binding      the operator, less these two: Python and ctypes; the figure to keep under 15 us
-    function     moeblas.torch.experts, less the operator
+The layer is tiny, so that what is left is overhead. For a call without gradient, and for a step
+(recorded call, backward by torch's engine, gradients of w1 and w2 added), in microseconds of CPU
+time of this thread, the best of many short rounds:
+    torch    operators with the same schemas that do nothing, in an autograd.Function for the step:
+             what every operator written in Python costs
+    library  moe_forward, and moe_backward, with arguments that are ready (on CUDA with launches)
+    moeblas  the rest of the whole: what this package adds; aim 15 for a call
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import time
 from pathlib import Path
@@ -22,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
 import moeblas.torch as mt
 import torch
-from moeblas import _lib
+from moeblas._lib import lib
+from moeblas._structs import ParamGrads
 from moeblas.torch import ops
 
 TOKENS, HIDDEN, INTER, COUNT, TOPK = 1, 8, 8, 4, 1
-CALLS, ROUNDS = 300, 15
+CALLS, ROUNDS = 60, 200
 
 
 def mean_us(call, device) -> float:
@@ -42,35 +43,66 @@ def mean_us(call, device) -> float:
     return best
 
 
-def make_nothing(schema: str, device: str):
-    """An operator that takes the arguments of ``forward`` and does nothing with them."""
+def make_nothing(device, grads):
+    """Operators with the schemas of ours that do nothing, and a Function of them."""
     library = torch.library.Library("moeblas_nothing", "DEF")
-    library.define("forward" + schema)
-    done = [torch.empty(1, device=device)]
-    operator = torch.ops.moeblas_nothing.forward.default
+    out = [torch.empty(TOKENS, HIDDEN, device=device), torch.empty(8, device=device)]
+    for operator, results in ((ops.forward, out), (ops.backward, grads)):
+        library.define(str(operator._schema).split("::", 1)[1])
+        name = operator._schema.name.split("::")[1]
+        library.impl(name, lambda *_, results=results: results, device.upper())
+    forward = torch.ops.moeblas_nothing.forward.default
+    backward = torch.ops.moeblas_nothing.backward.default
 
-    def autograd(*arguments):
-        torch._C._any_requires_grad(*arguments[:-2])
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, inputs_and_text, w1, w2):
+            inputs, ctx.text = inputs_and_text
+            with torch._C._AutoDispatchBelowAutograd():
+                outputs = forward(x, *inputs, ctx.text, True)
+            ctx.save_for_backward(x, w1, w2, outputs[-1])
+            return outputs[0].view_as(x)
+
+        @staticmethod
+        def backward(ctx, dout):
+            x, w1, w2, saved = ctx.saved_tensors
+            kept = [{"w1": w1, "w2": w2}.get(name) for name in ops._KEPT]
+            with torch._C._AutoDispatchBelowAutograd():
+                return (None, None, *backward(dout, None, x, *kept, saved, ctx.text, [True] * 2))
+
+    def below(*arguments):
         with torch._C._AutoDispatchBelowAutograd():
-            return operator(*arguments)
+            return forward(*arguments)
 
-    library.impl("forward", lambda *_: done, device.upper())
-    library.impl("forward", autograd, "Autograd")
-    return library, operator
+    return library, below, Nothing
 
 
-def bare_call(x, inputs, text):
-    """moe_forward with arguments that are ready."""
-    made = ops._Inputs(x, inputs)
-    layer = made.layer(text)
-    workspace = x.new_empty(layer.workspace(TOKENS), dtype=torch.uint8)
-    out = torch.empty_like(x)
-    fields = {**made.fields, "out": out.data_ptr(), "workspace": workspace.data_ptr()}
-    fields["workspace_bytes"] = workspace.numel()
-    arguments = _lib.ForwardArgs(params=ctypes.pointer(made.params), **fields)
+def bare_calls(x, given, inputs, text):
+    """moe_forward without and with what backward needs, and moe_backward, ready to run."""
+    kept = [given.get(name) for name in ops._KEPT]
+    forward, backward = ops._forward_call(x, inputs, text), ops._backward_call(x, kept, text)
+    layer, tensors = forward.layer, [x.new_empty(x.shape), torch.randn_like(x)]
+    for size in (layer.workspace(TOKENS), layer.saved_bytes(TOKENS)):
+        tensors.append(x.new_empty(size, dtype=torch.uint8))
+    tensors += [torch.empty_like(given[name]) for name in ("w1", "w2")]
+    out, dout, workspace, saved, dw1, dw2 = [tensor.data_ptr() for tensor in tensors]
+    for args in (forward.args, backward.args):
+        args.workspace, args.workspace_bytes = workspace, tensors[2].numel()
+        args.saved_bytes = tensors[3].numel()
+    grads = ParamGrads(w1=dw1, w2=dw2)
+    forward.args.out, backward.args.dout, backward.args.saved = out, dout, saved
+    backward.args.grads.contents = grads
+    backward.args.skip_losses = 1
     stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else None
-    held = (made, workspace, out)
-    return lambda: held and _lib.lib.moe_forward(layer.plan.handle, ctypes.byref(arguments), stream)
+    held = (forward, backward, tensors, grads)
+
+    def run(train: bool) -> None:
+        forward.args.saved = saved if train and held else None
+        lib.moe_forward(layer.plan.handle, forward.args, stream)
+        if train:
+            lib.moe_backward(layer.plan.handle, backward.args, stream)
+
+    return run
 
 
 def main() -> None:
@@ -85,29 +117,31 @@ def main() -> None:
     }
     text = mt.functional.options_text("ids")
     inputs = [given.get(name) for name in ops._INPUT_NAMES]
-    operator = torch.ops.moeblas.forward.default
-    _library, nothing = make_nothing(str(operator._schema).split("forward", 1)[1], device)
-    dout = torch.randn_like(x)
-
-    def step():
-        mt.experts(x, **given).backward(dout)
-
+    dout, grads = torch.randn_like(x), [torch.zeros_like(given[name]) for name in ("w1", "w2")]
+    _library, nothing, Nothing = make_nothing(device, grads)
+    bare = bare_calls(x, given, inputs, text)
+    print(f"device {device}, microseconds of host time")
     with torch.no_grad():
-        dispatcher = mean_us(lambda: nothing(x, *inputs, text, False), device)
-        library = mean_us(bare_call(x, inputs, text), device)
-        whole = mean_us(lambda: operator(x, *inputs, text, False), device)
-        function = mean_us(lambda: mt.experts(x, **given), device)
-    for name in ("w1", "w2"):
-        given[name].requires_grad_()
-    recorded = mean_us(lambda: mt.experts(x, **given), device)
-    print(f"device {device}, microseconds of host time a call")
-    print(f"dispatcher {dispatcher:6.1f}")
-    print(f"library    {library:6.1f}")
-    print(f"binding    {whole - dispatcher - library:6.1f}")
-    print(f"function   {function - whole:6.1f}")
-    print(f"moeblas.torch.experts                      {function:6.1f}")
-    print(f"... recorded for backward                  {recorded:6.1f}")
-    print(f"... and backward, with torch's own engine  {mean_us(step, device):6.1f}")
+        show(
+            "a call of moeblas.torch.experts",
+            mean_us(lambda: nothing(x, *inputs, text, False), device),
+            mean_us(lambda: bare(False), device),
+            mean_us(lambda: mt.experts(x, **given), device),
+        )
+    w1, w2 = given["w1"].requires_grad_(), given["w2"].requires_grad_()
+    show(
+        "a step: forward and backward",
+        mean_us(lambda: Nothing.apply(x, (inputs, text), w1, w2).backward(dout), device),
+        mean_us(lambda: bare(True), device),
+        mean_us(lambda: mt.experts(x, **given).backward(dout), device),
+    )
+
+
+def show(what: str, by_torch: float, library: float, whole: float) -> None:
+    """One line: the parts and the whole."""
+    ours = whole - by_torch - library
+    print(f"torch {by_torch:5.1f}  library {library:5.1f}  moeblas {ours:5.1f}", end="  ")
+    print(f"whole {whole:5.1f}  {what}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import _options
 from .._options import RouterOptions
 from ._layer import PARAMS, ROUTING
-from .ops import forward
+from .ops import forward, forward_eagerly
 
 
 class ExpertOptions(_options.ExpertOptions, total=False):
@@ -99,7 +99,8 @@ def call(options: str, x: Tensor, tensors: dict[str, Tensor | None]) -> list[Ten
         tensors[name] = _cast(tensor, torch.float32)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     inputs = [tensors.get(name) for name in _INPUTS]
-    outputs = forward(flat, *inputs, options, False)
+    operator = forward if torch.compiler.is_compiling() else forward_eagerly
+    outputs = operator(flat, *inputs, options, False)
     if x.dim() != 2:
         outputs[0] = outputs[0].view(x.shape)
     return outputs

@@ -16,12 +16,16 @@ are the convenient way to these.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import pointer
 from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from .. import ArgumentError, ParamGrads, Params
+from .. import ArgumentError, ParamGrads, Params, UnsupportedError
+from .._lib import lib
+from .._structs import BackwardArgs, ForwardArgs
 from ._layer import GRADS, PARAMS, ROUTING, Layer, find
 
 Tensors = Sequence[Optional[Tensor]]
@@ -29,11 +33,13 @@ Tensors = Sequence[Optional[Tensor]]
 _INPUT_NAMES = ROUTING + PARAMS
 _OF_TOKENS = frozenset(("logits", "ids", "weights", "padding_mask"))
 _COUNTS = _INPUT_NAMES.index("global_counts")
-_PARAMS = frozenset(PARAMS)
-_FIELDS = {"ids": "given_ids", "weights": "given_weights"}  # where moeblas.h has another name
+# The fields of the arguments themselves; parameters have a struct of their own.
+_FIELDS = {name: name for name in ROUTING} | {"ids": "given_ids", "weights": "given_weights"}
 _REPORTS = ("losses", "topk_ids", "topk_weights", "counts")
 # What backward reads of forward's inputs.
 _KEPT = tuple(name for name in _INPUT_NAMES if name not in ("ids", "global_counts"))
+_GRADS_IN_KEPT = [("x", *_KEPT).index(name) for name in GRADS]
+_GRAD_FIELDS = {"x": "dx", "logits": "dlogits", "weights": "dtopk_weights"}
 
 
 def _arguments(names: Sequence[str]) -> str:
@@ -67,62 +73,84 @@ backward = torch.ops.moeblas.backward.default
 
 # ---- what both directions need
 
+# As MOE_PARAMS_INIT and the like. Every call copies them, so that threads share nothing.
+_PARAMS_INIT, _GRADS_INIT = bytes(Params()), bytes(ParamGrads())
+_FORWARD_INIT, _BACKWARD_INIT = bytes(ForwardArgs()), bytes(BackwardArgs())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
 
 def _ready(tensor: Tensor) -> Tensor:
     """The tensor as the library reads it: contiguous and aligned to 16 bytes."""
     if tensor.is_contiguous() and not tensor.data_ptr() & 15:
         return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return _copy(tensor)
 
 
-class _Inputs:
-    """The inputs of one call: the key of their layer, their addresses, and what keeps them."""
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
-    __slots__ = ("_held", "fields", "key", "params", "x")
 
-    def __init__(self, x: Tensor, tensors: Tensors) -> None:
+class _Call:
+    """One call: its arguments, checked and with their addresses, and what keeps those alive."""
+
+    __slots__ = ("_held", "args", "layer", "x")
+
+    def __init__(
+        self,
+        args: ForwardArgs | BackwardArgs,
+        x: Tensor,
+        names: Sequence[str],
+        tensors: Tensors,
+        options: str,
+        grad_dtype: torch.dtype | None = None,
+    ) -> None:
         tokens = _tokens(x)
-        self.x = _ready(x)
-        self.fields: dict[str, int] = {"tokens": tokens, "x": self.x.data_ptr()}
-        params, held, key = {}, [], []
-        for name, tensor in zip(_INPUT_NAMES, tensors):
+        params = Params.from_buffer_copy(_PARAMS_INIT)
+        held, key = [], []
+        for name, tensor in zip(names, tensors):
             if tensor is None:
                 continue
-            shape = tensor.shape
-            if name in _OF_TOKENS:
-                _check_rows(name, shape, tokens)
-                shape = shape[1:]
-            key.append((name, shape, tensor.dtype, tensor.get_device()))
-            address = tensor.data_ptr()
+            shape, address = tensor.shape, tensor.data_ptr()
             if address & 15 or not tensor.is_contiguous():
-                tensor = tensor.clone(memory_format=torch.contiguous_format)
+                tensor = _copy(tensor)
                 address = tensor.data_ptr()
-            held.append(tensor)
-            (params if name in _PARAMS else self.fields)[_FIELDS.get(name, name)] = address
-        self.key, self._held, self.params = tuple(key), held, Params(**params)
-
-    def layer(self, options: str, grad_dtype: torch.dtype | None = None) -> Layer:
-        """The cached layer of these tensors, all of them checked."""
-        x = self.x
+                held.append(tensor)
+            field = _FIELDS.get(name)
+            if field is None:
+                setattr(params, name, address)
+            else:
+                setattr(args, field, address)
+                if name in _OF_TOKENS:
+                    _check_rows(name, shape, tokens)
+                    shape = shape[1:]
+            key.append((name, shape, tensor.dtype, tensor.get_device()))
         device = x.get_device()
         units = torch.get_num_threads() if device < 0 else 0
-        return find(options, x.shape[1], x.dtype, device, units, grad_dtype, self.key)
+        self.layer = find(options, x.shape[1], x.dtype, device, units, grad_dtype, tuple(key))
+        self.x = x = _ready(x)
+        args.tokens, args.x, args.params = tokens, x.data_ptr(), pointer(params)
+        self.args, self._held = args, held
 
-    def run(self, call: Callable, layer: Layer, *structs: object) -> None:
+    def run(self, function: Callable) -> None:
         """One call of the library, on the current stream; the current device stays what it is."""
-        fields, x = self.fields, self.x
-        workspace = x.new_empty(layer.workspace(x.shape[0]), dtype=torch.uint8)
-        fields["workspace"], fields["workspace_bytes"] = workspace.data_ptr(), workspace.numel()
+        args, x, plan = self.args, self.x, self.layer.plan.handle
+        size = self.layer.workspace(args.tokens)
+        workspace = x.new_empty(size, dtype=torch.uint8)
+        args.workspace, args.workspace_bytes = workspace.data_ptr(), size
         device = x.get_device()
         if device < 0:
-            call(self.params, *structs, **fields)
+            function(plan, args, None)
             return
-        stream = torch.cuda.current_stream(device).cuda_stream
-        if device == torch.cuda.current_device():
-            call(self.params, *structs, stream, **fields)
+        # torch.cuda.current_stream would make an object of Python's at each call.
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if device == torch._C._cuda_getDevice():
+            function(plan, args, stream)
         else:
             with torch.cuda.device(device):
-                call(self.params, *structs, stream, **fields)
+                function(plan, args, stream)
 
 
 def _tokens(x: Tensor) -> int:
@@ -168,13 +196,19 @@ def _check_output(
 # ---- forward
 
 
-def _run_forward(layer: Layer, inputs: _Inputs, outputs: dict[str, Tensor]) -> None:
+def _forward_call(x: Tensor, tensors: Tensors, options: str) -> _Call:
+    args = ForwardArgs.from_buffer_copy(_FORWARD_INIT)
+    return _Call(args, x, _INPUT_NAMES, tensors, options)
+
+
+def _run_forward(call: _Call, outputs: dict[str, Tensor]) -> None:
     """Runs moe_forward; ``outputs`` are named as in moe_forward_args."""
+    args = call.args
     for name, tensor in outputs.items():
-        inputs.fields[name] = tensor.data_ptr()
+        setattr(args, name, tensor.data_ptr())
     if "saved" in outputs:
-        inputs.fields["saved_bytes"] = outputs["saved"].numel()
-    inputs.run(layer.plan.forward, layer)
+        args.saved_bytes = outputs["saved"].numel()
+    call.run(lib.moe_forward)
 
 
 def _reports(layer: Layer, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -190,7 +224,7 @@ def _reports(layer: Layer, tokens: int) -> dict[str, tuple[tuple[int, ...], torc
 
 
 def _empty_outputs(layer: Layer, x: Tensor, counts: Tensor | None, save: bool) -> dict[str, Tensor]:
-    outputs = {"out": x.new_empty(x.shape)}
+    outputs = {"out": _empty_like(x)}
     for name, (shape, dtype) in _reports(layer, x.shape[0]).items():
         outputs[name] = x.new_empty(shape, dtype=dtype)
     if counts is not None:
@@ -202,32 +236,26 @@ def _empty_outputs(layer: Layer, x: Tensor, counts: Tensor | None, save: bool) -
 
 def _forward(x: Tensor, *rest: object) -> list[Tensor]:
     *tensors, options, save = rest
-    inputs = _Inputs(x, tensors)
-    layer = inputs.layer(options)
+    call = _forward_call(x, tensors, options)
     counts = tensors[_COUNTS]
-    outputs = _empty_outputs(layer, x, counts if counts is None else _copy(counts), save)
-    _run_forward(layer, inputs, outputs)
+    outputs = _empty_outputs(call.layer, x, counts if counts is None else _copy(counts), save)
+    _run_forward(call, outputs)
     return list(outputs.values())
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _forward_fake(x: Tensor, *rest: object) -> list[Tensor]:
     *tensors, options, save = rest
     counts = tensors[_COUNTS]
     if counts is not None:
-        counts = torch.empty_like(counts, memory_format=torch.contiguous_format)
+        counts = _empty_like(counts)
     return list(_empty_outputs(_fake_layer(x, options, tensors), x, counts, save).values())
 
 
 def _forward_out(x: Tensor, *rest: object, **outputs: Tensor | None) -> None:
     *tensors, options = rest
-    inputs = _Inputs(x, tensors)
-    layer = inputs.layer(options)
+    call = _forward_call(x, tensors, options)
     written = {name: tensor for name, tensor in outputs.items() if tensor is not None}
-    shapes = {"out": (x.shape, x.dtype), **_reports(layer, x.shape[0])}
+    shapes = {"out": (x.shape, x.dtype), **_reports(call.layer, x.shape[0])}
     for name, tensor in written.items():
         if name not in shapes:
             raise ArgumentError(f"moeblas.torch: {name} is given, wanted None without a router")
@@ -236,16 +264,10 @@ def _forward_out(x: Tensor, *rest: object, **outputs: Tensor | None) -> None:
     if counts is not None:
         _check_output("global_counts", counts, counts.shape, (torch.int64,), x)
         written["global_counts"] = counts
-    _run_forward(layer, inputs, written)
+    _run_forward(call, written)
 
 
 # ---- backward
-
-
-def _spread(kept: Tensors) -> list[Tensor | None]:
-    """The inputs that backward reads, in the order of ROUTING + PARAMS."""
-    by_name = dict(zip(_KEPT, kept))
-    return [by_name.get(name) for name in _INPUT_NAMES]
 
 
 def _check_saved(dout: Tensor, x: Tensor, saved: Tensor) -> None:
@@ -260,55 +282,61 @@ def _check_saved(dout: Tensor, x: Tensor, saved: Tensor) -> None:
 
 
 def _run_backward(
-    layer: Layer,
-    inputs: _Inputs,
+    call: _Call,
     given: tuple[Tensor, Tensor | None, Tensor],
     grads: dict[str, Tensor],
     accumulate: bool,
 ) -> None:
     """Runs moe_backward on (dout, dlosses, saved); ``grads`` are named as their inputs."""
     dout, dlosses, saved = given
-    fields, x = inputs.fields, inputs.x
+    args, x = call.args, call.x
     _check_saved(dout, x, saved)
     dout = _ready(dout)
-    fields["dout"], fields["accumulate"] = dout.data_ptr(), int(accumulate)
-    fields["saved"], fields["saved_bytes"] = saved.data_ptr(), saved.numel()
-    if dlosses is None or not layer.has_losses:
-        fields["skip_losses"] = 1
+    args.dout, args.accumulate = dout.data_ptr(), accumulate
+    args.saved, args.saved_bytes = saved.data_ptr(), saved.numel()
+    if dlosses is None or not call.layer.has_losses:
+        args.skip_losses = 1
     else:
         dlosses = _ready(dlosses)
         _check_output("dlosses", dlosses, (2,), (torch.float32,), x)
-        fields["dlosses"] = dlosses.data_ptr()
-    addresses = {name: tensor.data_ptr() for name, tensor in grads.items()}
-    for name, field in (("x", "dx"), ("logits", "dlogits"), ("weights", "dtopk_weights")):
-        if name in addresses:
-            fields[field] = addresses.pop(name)
-    inputs.run(layer.plan.backward, layer, ParamGrads(**addresses))
+        args.dlosses = dlosses.data_ptr()
+    parameters = ParamGrads.from_buffer_copy(_GRADS_INIT)
+    for name, tensor in grads.items():
+        if name in _GRAD_FIELDS:
+            setattr(args, _GRAD_FIELDS[name], tensor.data_ptr())
+        else:
+            setattr(parameters, name, tensor.data_ptr())
+    args.grads = pointer(parameters)
+    call.run(lib.moe_backward)
 
 
-def _empty_grads(x: Tensor, tensors: Tensors, wanted: Sequence[bool]) -> dict[str, Tensor]:
+def _empty_grads(x: Tensor, kept: Tensors, wanted: Sequence[bool]) -> dict[str, Tensor]:
     """One tensor for each gradient wanted, like its input."""
-    by_name = {"x": x, **dict(zip(_INPUT_NAMES, tensors))}
+    inputs = (x, *kept)
     grads = {}
-    for name, want in zip(GRADS, wanted):
-        if want and by_name[name] is None:
+    for name, at, want in zip(GRADS, _GRADS_IN_KEPT, wanted):
+        if want and inputs[at] is None:
             raise ArgumentError(f"moeblas.torch: wanted has {name}, which was not given")
         if want:
-            like = by_name[name]
-            grads[name] = like.new_empty(like.shape)
+            grads[name] = _empty_like(inputs[at])
     return grads
+
+
+def _backward_call(
+    x: Tensor, kept: Tensors, options: str, grad_dtype: torch.dtype | None = None
+) -> _Call:
+    args = BackwardArgs.from_buffer_copy(_BACKWARD_INIT)
+    return _Call(args, x, _KEPT, kept, options, grad_dtype)
 
 
 def _backward(dout: Tensor, dlosses: Tensor | None, x: Tensor, *rest: object) -> list[Tensor]:
     *kept, saved, options, wanted = rest
-    tensors = _spread(kept)
-    inputs = _Inputs(x, tensors)
-    layer = inputs.layer(options)
-    grads = _empty_grads(x, tensors, wanted)
+    call = _backward_call(x, kept, options)
+    grads = _empty_grads(x, kept, wanted)
     written, router = grads, grads.get("router_weight")
     if router is not None and router.dtype != x.dtype:  # the library writes it as the others
         written = {**grads, "router_weight": router.new_empty(router.shape, dtype=x.dtype)}
-    _run_backward(layer, inputs, (dout, dlosses, saved), written, False)
+    _run_backward(call, (dout, dlosses, saved), written, False)
     if written is not grads:
         router.copy_(written["router_weight"])
     return list(grads.values())
@@ -316,12 +344,12 @@ def _backward(dout: Tensor, dlosses: Tensor | None, x: Tensor, *rest: object) ->
 
 def _backward_fake(dout: Tensor, dlosses: Tensor | None, x: Tensor, *rest: object) -> list[Tensor]:
     *kept, _saved, _options, wanted = rest
-    return list(_empty_grads(x, _spread(kept), wanted).values())
+    return list(_empty_grads(x, kept, wanted).values())
 
 
-def _check_grads(x: Tensor, tensors: Tensors, written: dict[str, Tensor]) -> torch.dtype | None:
+def _check_grads(x: Tensor, kept: Tensors, written: dict[str, Tensor]) -> torch.dtype | None:
     """The caller's gradients against their inputs; returns the type of those of parameters."""
-    by_name = {"x": x, **dict(zip(_INPUT_NAMES, tensors))}
+    by_name = {"x": x, **dict(zip(_KEPT, kept))}
     types = set()
     for name, tensor in written.items():
         like = by_name[name]
@@ -343,11 +371,9 @@ def _backward_out(
     dout: Tensor, dlosses: Tensor | None, x: Tensor, *rest: object, **outputs: Tensor | None
 ) -> None:
     *kept, saved, options, accumulate = rest
-    tensors = _spread(kept)
     written = {name[1:]: tensor for name, tensor in outputs.items() if tensor is not None}
-    inputs = _Inputs(x, tensors)
-    layer = inputs.layer(options, _check_grads(x, tensors, written))
-    _run_backward(layer, inputs, (dout, dlosses, saved), written, accumulate)
+    call = _backward_call(x, kept, options, _check_grads(x, kept, written))
+    _run_backward(call, (dout, dlosses, saved), written, accumulate)
 
 
 def _nothing(*_args: object, **_kwargs: object) -> None:
@@ -387,15 +413,29 @@ class _Forward(torch.autograd.Function):
         if dout is None:
             dout = x.new_zeros(x.shape)
         dlosses = others[0] if len(others) > 1 else None
-        found = backward(dout, dlosses, x, *kept, saved, ctx.options, wanted)
+        with torch._C._AutoDispatchBelowAutograd():
+            found = backward(dout, dlosses, x, *kept, saved, ctx.options, wanted)
         grads: list[Tensor | None] = [None] * (1 + len(_NAMES))
         for i, grad in zip([i for i, want in zip(_GRADS_AT, wanted) if want], found):
             grads[1 + i] = grad
         return tuple(grads)
 
 
-def _forward_autograd(*arguments: object) -> list[Tensor]:
+def _refuse_tangents(tensors: Tensors) -> None:
+    """Inside forward-mode differentiation: without this, tangents would silently be lost."""
+    for name, tensor in zip(_NAMES, tensors):
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise UnsupportedError(
+                f"moeblas.torch: {name} has a forward-mode tangent, wanted none: the layer is"
+                " differentiated backward"
+            )
+
+
+def forward_eagerly(*arguments: object) -> list[Tensor]:
+    """What ``forward`` does on its Autograd key, which eager callers need not be dispatched to."""
     *tensors, options, save = arguments
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         return list(_Forward.apply(options, *tensors))
     with torch._C._AutoDispatchBelowAutograd():
@@ -407,7 +447,7 @@ for _key in ("CPU", "CUDA"):
     library.impl("forward.out", _forward_out, _key)
     library.impl("backward", _backward, _key)
     library.impl("backward.out", _backward_out, _key)
-library.impl("forward", _forward_autograd, "Autograd")
+library.impl("forward", forward_eagerly, "Autograd")
 torch.library.register_fake("moeblas::forward", _forward_fake, lib=library)
 torch.library.register_fake("moeblas::backward", _backward_fake, lib=library)
 torch.library.register_fake("moeblas::forward.out", _nothing, lib=library)
