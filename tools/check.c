@@ -22,9 +22,9 @@
  * may be by another, and where it leads its row, so is the row: two spacings. The whole tensor has no such room: there the
  * documented roundings must explain the error but for a tenth. */
 static const struct check_limit limits[] = {
-    {MOE_FP32, 1e-5, 0, 0},
-    {MOE_BF16, 0x1p-6, 1.1, 0x1p-11},
-    {MOE_FP16, 0x1p-9, 1.1, 0x1p-14},
+    {MOE_FP32, 1e-5, 0, 0, 0},
+    {MOE_BF16, 0x1p-6, 1.1, 0x1p-11, 0},
+    {MOE_FP16, 0x1p-9, 1.1, 0x1p-14, 0x1p-14},
 };
 
 const struct check_limit *check_limit_of(moe_dtype dtype) { return &limits[(int)dtype - MOE_FP32]; }

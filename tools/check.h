@@ -31,6 +31,7 @@ struct check_limit {
   double
       factor; /* whole tensor, not for fp32: error to ideal <= factor * (staged to ideal) + rest + row / (4 sqrt(rows)) */
   double rest;
+  double normal; /* the smallest normal number, below which spacings shrink no more; 0: out of reach */
 };
 const struct check_limit *check_limit_of(moe_dtype dtype);
 

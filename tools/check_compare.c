@@ -15,99 +15,12 @@
 #include <string.h>
 
 #include "check.h"
-#include "oracle.h"
+#include "check_reference.h"
 
 enum {
   SHORT_ROW = 16
 };
 #define KEY_TOLERANCE 1e-5 /* of a selection key: fp32 sums of unit terms, docs/numerics.md */
-
-struct reference {
-  double *input[T_INPUTS]; /* floating-point inputs in double */
-  struct oracle ideal;
-  struct oracle staged; /* not for fp32 */
-  bool has_staged;
-  int64_t kinks; /* check_kinks of the ideal run */
-};
-
-/* ---- the oracle ------------------------------------------------------------------------------------------------ */
-
-static double *decode(const void *data, const struct shape *shape) {
-  const int64_t count = shape_count(shape);
-  double *values = malloc((size_t)(count + 1) * sizeof *values);
-  for (int64_t i = 0; values && i < count; i++) values[i] = element_load(data, shape->element, i);
-  return values;
-}
-
-static bool decode_inputs(const struct sample *s, struct reference *r) {
-  for (int id = 0; id < T_INPUTS; id++) {
-    if (s->data[id] == NULL || s->shape[id].element > ELEMENT_FP16) continue;
-    r->input[id] = decode(s->data[id], &s->shape[id]);
-    if (r->input[id] == NULL) return false;
-  }
-  return true;
-}
-
-static struct oracle oracle_of(const struct sample *s, const struct reference *r) {
-  return (struct oracle){.config = &s->problem.config,
-                         .tokens = s->problem.tokens,
-                         .x = r->input[T_X],
-                         .logits = r->input[T_LOGITS],
-                         .router_weight = r->input[T_ROUTER_WEIGHT],
-                         .router_bias = r->input[T_ROUTER_BIAS],
-                         .correction_bias = r->input[T_CORRECTION_BIAS],
-                         .given_ids = s->data[T_GIVEN_IDS],
-                         .given_weights = r->input[T_GIVEN_WEIGHTS],
-                         .row_offset = s->data[T_ROW_OFFSET],
-                         .padding_mask = s->data[T_MASK],
-                         .global_counts = s->data[T_GLOBAL_COUNTS],
-                         .w1 = r->input[T_W1],
-                         .b1 = r->input[T_B1],
-                         .w2 = r->input[T_W2],
-                         .b2 = r->input[T_B2],
-                         .shared_w1 = r->input[T_SHARED_W1],
-                         .shared_w2 = r->input[T_SHARED_W2],
-                         .shared_gate = r->input[T_SHARED_GATE],
-                         .latent_down = r->input[T_LATENT_DOWN],
-                         .latent_up = r->input[T_LATENT_UP],
-                         .dout = r->input[T_DOUT]};
-}
-
-static bool run_oracles(const struct sample *s, const struct run *run, struct reference *r) {
-  const moe_dtype dtype = s->problem.config.dtype;
-  r->ideal = oracle_of(s, r);
-  r->ideal.use_ids = problem_routed(&s->problem) ? run_data(run, T_TOPK_IDS) : NULL;
-  r->ideal.use_slot_row = s->problem.config.capacity_factor > 0 ? run_data(run, T_SLOT_ROW) : NULL;
-  r->staged = r->ideal;
-  r->staged.staged = dtype;
-  if (oracle_run(&r->ideal)) return false;
-  r->kinks = check_kinks(&s->problem.config, &r->ideal);
-  r->has_staged = dtype != MOE_FP32 || s->shape[T_DLOGITS].element > ELEMENT_FP32;
-  return !r->has_staged || oracle_run(&r->staged) == 0;
-}
-
-static const double *oracle_tensor(const struct oracle *o, enum tensor id) {
-  switch ((int)id) {
-  case T_OUT: return o->out;
-  case T_TOPK_WEIGHTS: return o->weights;
-  case T_LOSSES: return o->losses;
-  case T_DX: return o->dx;
-  case T_DLOGITS: return o->dlogits;
-  case T_DTOPK_WEIGHTS: return o->dtopk_weights;
-  case T_DROUTER_WEIGHT: return o->drouter_weight;
-  case T_DROUTER_BIAS: return o->drouter_bias;
-  case T_DW1: return o->dw1;
-  case T_DB1: return o->db1;
-  case T_DW2: return o->dw2;
-  case T_DB2: return o->db2;
-  case T_DSHARED_W1: return o->dshared_w1;
-  case T_DSHARED_W2: return o->dshared_w2;
-  case T_DSHARED_GATE: return o->dshared_gate;
-  case T_DLATENT_DOWN: return o->dlatent_down;
-  case T_DLATENT_UP: return o->dlatent_up;
-  default: return NULL;
-  }
-}
 
 /* ---- decisions ------------------------------------------------------------------------------------------------- */
 
@@ -191,8 +104,8 @@ static bool check_drops(const struct sample *s, const struct run *run, const str
   return done;
 }
 
-static void check_exact(const char *name, const int32_t *found, const int32_t *wanted, int64_t count,
-                        struct verdict *v) {
+static void check_integers(const char *name, const int32_t *found, const int32_t *wanted, int64_t count,
+                           struct verdict *v) {
   for (int64_t i = 0; found && wanted && i < count; i++)
     if (found[i] != wanted[i])
       verdict_fail(v, "%s[%lld] = %d, the oracle has %d", name, (long long)i, found[i], wanted[i]);
@@ -243,11 +156,12 @@ static double floor_of(const struct sample *s, const struct oracle *o, enum tens
               unit * sqrt(id == T_DROUTER_BIAS ? tokens : tokens * (double)c->hidden / (double)c->experts));
 }
 
-struct operand { /* the three versions of one tensor; staged NULL for fp32; before NULL unless accumulating */
+struct operand { /* the versions of one tensor; staged NULL for fp32; before NULL unless accumulating */
   const void *found;
   const void *before;
   const double *ideal;
   const double *staged;
+  const double *size;
 };
 
 /* Reference element i: what was there before, plus what the oracle adds. */
@@ -281,6 +195,20 @@ static struct habit habit_of(const struct operand *t, const double *reference, c
 
 #define TERM 0.5 /* of a row, at most, that one term of it may be */
 
+/* The usual size of a row of such terms, however little is left of them; half of it, for what an activation takes away. */
+static double row_usual(const struct operand *t, const struct shape *shape, int64_t row) {
+  double sum = 0;
+  for (int64_t i = row * shape->columns; t->size && i < (row + 1) * shape->columns; i++)
+    sum += t->size[i] + (t->before ? square(element_load(t->before, shape->element, i)) : 0);
+  return 0.5 * sqrt(sum);
+}
+
+/* The z-loss is z_coeff times a mean of squares, and an error of the logarithm is one of unit terms:
+ * d(l^2) = 2 l dl, however small l is. */
+static double loss_usual(const struct sample *s, int64_t row, double loss) {
+  return row == 1 ? 2 * sqrt((double)s->problem.config.router.z_coeff * loss) : 0;
+}
+
 /* Rows of a tensor that elements on a step of the derivative may change by a term. */
 static int64_t rows_excused(const struct sample *s, enum tensor id, int64_t kinks) {
   const moe_config *c = &s->problem.config;
@@ -299,20 +227,37 @@ static int64_t rows_excused(const struct sample *s, enum tensor id, int64_t kink
 }
 
 static void compare_rows(const struct sample *s, const struct oracle *o, enum tensor id,
-                         const struct operand *t, double limit, int64_t excused, struct verdict *v) {
+                         const struct operand *t, const struct check_limit *limit, int64_t excused,
+                         struct verdict *v) {
   const struct shape *shape = &s->shape[id];
   const double *reference = t->staged ? t->staged : t->ideal;
   const struct habit habit = habit_of(t, reference, shape);
-  const double floor = floor_of(s, o, id, habit.typical), few = 1 + 64 / (habit.numbers + 1);
+  const double tiny = limit->normal * sqrt((double)shape->columns);
+  const double floor = fmax(floor_of(s, o, id, habit.typical), tiny), few = 1 + 64 / (habit.numbers + 1);
   for (int64_t r = 0; r < shape->rows; r++) {
     double error = 0;
     for (int64_t i = r * shape->columns; i < (r + 1) * shape->columns; i++)
       error += square(element_load(t->found, shape->element, i) - wanted(t, reference, shape->element, i));
-    const double scale = fmax(sqrt(row_square(t, reference, shape, r)), floor);
-    const double relative = error > 0 ? sqrt(error) / scale : error;
-    if (relative > limit * few && relative <= TERM && excused-- > 0) continue;
-    verdict_measure(v, id, r, relative, limit * few, t->staged ? "staged" : "ideal");
+    const double left = sqrt(row_square(t, reference, shape, r));
+    const double usual = id == T_LOSSES ? loss_usual(s, r, left) : row_usual(t, shape, r);
+    const double relative = error > 0 ? sqrt(error) / fmax(fmax(left, floor), usual) : error;
+    if (relative > limit->row * few && relative <= TERM && excused-- > 0) continue;
+    verdict_measure(v, id, r, relative, limit->row * few, t->staged ? "staged" : "ideal");
   }
+}
+
+/* Of how many terms of one size a tensor consists, any of which may have been rounded the other way: of its slots; where a
+ * row is a token's, not more than rows as long as the longest would fill. */
+static double terms_of(const struct sample *s, const struct operand *t, const struct shape *shape) {
+  double total = 0, longest = 0;
+  for (int64_t r = 0; r < shape->rows; r++) {
+    const double norm = row_square(t, t->staged, shape, r);
+    total += norm;
+    longest = fmax(longest, norm);
+  }
+  const double slots = (double)(s->problem.tokens * s->problem.config.topk);
+  const double terms = fmin(slots, habit_of(t, t->staged, shape).numbers);
+  return fmax(1, shape->rows == s->problem.tokens && longest > 0 ? fmin(terms, total / longest) : terms);
 }
 
 /* The library may be no further from the truth than its documented roundings explain, but for the row or two in which a
@@ -328,10 +273,9 @@ static void compare_whole(const struct sample *s, enum tensor id, const struct o
     staged += square(wanted(t, t->staged, shape->element, i) - ideal);
   }
   norm = norm > 0 ? sqrt(norm) : 1;
-  const double slots = (double)(s->problem.tokens * s->problem.config.topk);
-  const double rows = fmax(1, fmin(slots, habit_of(t, t->staged, shape).numbers));
-  const double room = limit->rest + limit->row / (4 * sqrt(rows));
-  verdict_measure(v, id, -1, sqrt(found) / norm, limit->factor * sqrt(staged) / norm + room, "ideal");
+  const double one = 1 / sqrt(terms_of(s, t, shape)); /* term's share of the tensor, and of its error */
+  const double most = (limit->factor + 2 * one) * sqrt(staged) / norm + limit->rest + limit->row / 2 * one;
+  verdict_measure(v, id, -1, sqrt(found) / norm, most, "ideal");
 }
 
 /* Router math is fp32 whatever the dtype, and so are its results. */
@@ -350,15 +294,15 @@ static int coarsest_element(const struct sample *s, enum tensor id) {
 }
 
 static void compare_tensor(const struct sample *s, const struct run *run, const struct reference *r,
-                           enum tensor id, struct verdict *v) {
-  struct operand t = {run_data(run, id), s->data[id], oracle_tensor(&r->ideal, id), NULL};
+                           int64_t kinks, enum tensor id, struct verdict *v) {
+  struct operand t = {run_data(run, id), s->data[id], oracle_tensor(&r->ideal, id), NULL, r->size[id]};
   const int coarsest = coarsest_element(s, id);
   const bool low = coarsest != ELEMENT_FP32;
   const struct check_limit *limit = check_limit_of((moe_dtype)coarsest);
   if (t.found == NULL || t.ideal == NULL) return;
   if (low) t.staged = oracle_tensor(&r->staged, id);
-  const int64_t excused = rows_excused(s, id, r->kinks);
-  compare_rows(s, &r->ideal, id, &t, limit->row, excused, v);
+  const int64_t excused = rows_excused(s, id, kinks);
+  compare_rows(s, &r->ideal, id, &t, limit, excused, v);
   /* The z-loss and balance gradients are judged by rows only: cancellation leaves no norm to speak of. */
   if (low && excused == 0 && id != T_DLOGITS && id != T_DROUTER_WEIGHT && id != T_DROUTER_BIAS)
     compare_whole(s, id, &t, limit, v);
@@ -371,21 +315,21 @@ static void compare_all(const struct sample *s, const struct run *run, struct re
   const struct problem *p = &s->problem;
   check_ids(s, run, v);
   if (v->failed) return; /* the oracle is not to be led astray */
-  if (!decode_inputs(s, r) || !run_oracles(s, run, r) || !check_drops(s, run, r, v)) {
+  if (!reference_make(r, s) || !reference_run(r, s, run, false) || !reference_sizes(r, s, 2) ||
+      !check_drops(s, run, r, v)) {
     v->broken = true;
     return;
   }
+  const int64_t kinks = check_kinks(&p->config, &r->ideal);
   check_keys(s, run, r->ideal.keys, v);
-  check_exact("slot_row", run_data(run, T_SLOT_ROW), r->ideal.row_of_slot, p->tokens * p->config.topk, v);
-  check_exact("counts", run_data(run, T_COUNTS), r->ideal.counts, p->config.experts, v);
+  check_integers("slot_row", run_data(run, T_SLOT_ROW), r->ideal.row_of_slot, p->tokens * p->config.topk, v);
+  check_integers("counts", run_data(run, T_COUNTS), r->ideal.counts, p->config.experts, v);
   check_global_counts(s, run, &r->ideal, v);
-  for (int id = T_INPUTS; id < T_RESULTS; id++) compare_tensor(s, run, r, (enum tensor)id, v);
+  for (int id = T_INPUTS; id < T_RESULTS; id++) compare_tensor(s, run, r, kinks, (enum tensor)id, v);
 }
 
 void check_compare(const struct sample *truth, const struct run *run, struct verdict *verdict) {
   struct reference r = {0};
   compare_all(truth, run, &r, verdict);
-  if (r.ideal.config) oracle_free(&r.ideal);
-  if (r.has_staged) oracle_free(&r.staged);
-  for (int id = 0; id < T_INPUTS; id++) free(r.input[id]);
+  reference_free(&r);
 }
