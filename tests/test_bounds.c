@@ -169,6 +169,15 @@ TEST(sizes_of_ops) {
 }
 
 /* Without rows to add up, combine converts its addend: what y would be does not matter. */
+TEST(what_copies_and_clears_needs_no_scratch) {
+  moe_context *ctx = cpu_context(2);
+  const moe_copy_args copy = {.size = sizeof copy, .bytes = 1 << 22};
+  const moe_zero_args zero = {.size = sizeof zero, .bytes = 1 << 22};
+  EXPECT(moe_copy_scratch(ctx, &copy) == 0, "copy wants %zu bytes", moe_copy_scratch(ctx, &copy));
+  EXPECT(moe_zero_scratch(ctx, &zero) == 0, "zero wants %zu bytes", moe_zero_scratch(ctx, &zero));
+  moe_context_destroy(ctx);
+}
+
 TEST(combine_of_nothing_needs_no_dtype) {
   moe_context *ctx = cpu_context(1);
   const float addend[2] = {1, -2};

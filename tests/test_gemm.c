@@ -371,4 +371,63 @@ TEST(bias_grad_is_the_naive_sum) {
     EXPECT(test_failures == 0, "on %s with seed %llu", isa_names[isa], (unsigned long long)seed);
   }
 }
+/* ---- sizes that fill what is set aside --------------------------------------------------------------------------- */
+
+/* Every expert has as many rows; slots in order. */
+static struct map map_even(int64_t experts, int64_t each) {
+  struct map m = {experts * each, experts * each, experts, 1, NULL, NULL};
+  m.offset = malloc((size_t)(experts + 1) * sizeof *m.offset);
+  m.slot = malloc((size_t)m.rows * sizeof *m.slot);
+  for (int64_t e = 0; e <= experts; e++) m.offset[e] = (int32_t)(e * each);
+  for (int64_t r = 0; r < m.rows; r++) m.slot[r] = (int32_t)r;
+  return m;
+}
+
+/* One empty tile an expert too many would not fit. One thread, whose memory lies behind the tiles. */
+TEST(experts_of_one_whole_tile) {
+  enum {
+    EXPERTS = 64,
+    EACH = 16,
+    SIZE = 16
+  };
+  uint64_t seed = 1;
+  const struct map m = map_even(EXPERTS, EACH);
+  float *a = random_array(&seed, MOE_FP32, m.rows * SIZE),
+        *b = random_array(&seed, MOE_FP32, EXPERTS * SIZE * SIZE);
+  FOR_EACH_ISA(ctx, 1) {
+    const struct guarded d = guarded_new((size_t)(m.rows * SIZE) * sizeof(float));
+    moe_gemm_args args = {.rows = m.rows, .n = SIZE, .k = SIZE, .experts = EXPERTS, .row_offset = m.offset};
+    args.a = a, args.b = b, args.d = guarded_data(d);
+    args.a_dtype = args.b_dtype = args.d_dtype = MOE_FP32;
+    RUN(gemm, &ctx, &args);
+    check_sums(&args, &m, args.d, 0);
+    guarded_free(d, d.bytes, isa_names[isa]);
+  }
+  free(a), free(b);
+  map_free(m);
+}
+
+/* Two whole chunks of rows: reading one row too many would write into the sums of the first. */
+TEST(a_gradient_over_whole_chunks) {
+  enum {
+    ROWS = 256,
+    M = 3,
+    N = 512
+  };
+  uint64_t seed = 1;
+  const struct map map = map_even(1, ROWS);
+  float *a = random_array(&seed, MOE_FP32, ROWS * M), *b = random_array(&seed, MOE_FP32, ROWS * N);
+  FOR_EACH_ISA(ctx, 1) {
+    const struct guarded d = guarded_new((size_t)M * N * dtype_bytes(MOE_BF16));
+    moe_wgrad_args args = {.rows = ROWS, .m = M, .n = N, .experts = 1, .row_offset = map.offset};
+    args.a = a, args.b = b, args.d = guarded_data(d);
+    args.a_dtype = args.b_dtype = MOE_FP32, args.d_dtype = MOE_BF16;
+    RUN(wgrad, &ctx, &args);
+    check_contraction(&args, &map, args.d, NULL);
+    guarded_free(d, d.bytes, isa_names[isa]);
+  }
+  free(a), free(b);
+  map_free(map);
+}
+
 TEST_MAIN()

@@ -238,7 +238,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="part of the name of a file")
-    parser.add_argument("--survivors", action="store_true", help="once more those that survived, beside the others' old verdicts")
+    parser.add_argument("--survivors", action="store_true", help="once more those that survived without a reason, beside the others' old verdicts")
     parser.add_argument("--summary", action="store_true", help="of the committed table, without a run")
     options = parser.parse_args()
     os.chdir(Path(__file__).resolve().parents[1])
@@ -264,9 +264,9 @@ def main() -> int:
 
     chosen = choose(sources, options.count, options.seed)
     if options.survivors:
-        old = [row for row in load() if row["verdict"] == "survived"]
-        keys = {key(row) for row in old}
-        table += [row for row in load() if row["verdict"] != "survived"]
+        old = load()
+        keys = {key(row) for row in old if row["verdict"] == "survived" and not row["reason"]}
+        table += [row for row in old if key(row) not in keys]
         chosen = [mutant for file, text in sources.items() for mutant in candidates(file, text)
                   if key(place(mutant, text)) in keys]
     with ThreadPoolExecutor(options.jobs) as pool:
