@@ -31,6 +31,7 @@ class ExpertOptions(TypedDict, total=False):
     transposed: bool  #: matrices are [in, out] by expert instead of [out, in]
     weight_on_input: bool
     recompute: bool  #: keep only the row map for backward, and compute h again: the same bits
+    sm_limit: int  #: multiprocessors (CPU: threads) that calls may hold; 0, the default: all
 
 
 class RouterOptions(TypedDict, total=False):

@@ -31,6 +31,7 @@ enum factor {
   SHARED_UP,
   SHARED,
   LATENT,
+  COUNTED, /* the counts of all experts, and that of the tokens */
   FACTORS
 };
 
@@ -64,6 +65,8 @@ static const struct array forward_operands[] = {
     {"given_ids", AT(forward.given_ids), OF_INT, {TOKENS, TOPK}},
     {"given_weights", AT(forward.given_weights), OF_FLOAT, {TOKENS, TOPK}},
     {"padding_mask", AT(forward.padding_mask), OF_BYTE, {TOKENS}},
+    {"token_count", AT(forward.token_count), OF_INT, {ONE}},
+    {"global_counts", AT(forward.global_counts), OF_INT, {COUNTED, TWO}}, /* int64_t as words */
     {0}};
 
 static const struct array forward_results[] = {
@@ -72,6 +75,7 @@ static const struct array forward_results[] = {
     {"topk_weights", AT(forward.topk_weights), OF_FLOAT, {TOKENS, TOPK}},
     {"counts", AT(forward.counts), OF_INT, {EXPERTS}},
     {"losses", AT(forward.losses), OF_FLOAT, {TWO}},
+    {"global_counts", AT(new_global_counts), OF_INT, {COUNTED, TWO}},
     {"saved", AT(forward.saved), OF_SPACE, {0}},
     {"workspace", AT(forward.workspace), OF_SPACE, {0}},
     {0}};
@@ -80,6 +84,7 @@ static const struct array backward_operands[] = {
     {"x", AT(backward.x), OF_DTYPE, {TOKENS, HIDDEN}},
     {"given_weights", AT(backward.given_weights), OF_FLOAT, {TOKENS, TOPK}},
     {"padding_mask", AT(backward.padding_mask), OF_BYTE, {TOKENS}},
+    {"token_count", AT(backward.token_count), OF_INT, {ONE}},
     {"dout", AT(backward.dout), OF_DTYPE, {TOKENS, HIDDEN}},
     {"dlosses", AT(backward.dlosses), OF_FLOAT, {TWO}},
     {"saved", AT(backward.saved), OF_SPACE, {0}},
@@ -127,7 +132,8 @@ static struct layer layer_of(const moe_config *c, int64_t tokens) {
                                     [TOPK] = c->topk,
                                     [SHARED_UP] = halves * c->shared_inter,
                                     [SHARED] = c->shared_inter,
-                                    [LATENT] = c->latent}};
+                                    [LATENT] = c->latent,
+                                    [COUNTED] = c->experts + 1}};
 }
 
 static int xla_type(moe_dtype dtype) {
@@ -235,8 +241,10 @@ static moe_status take(const struct xla_frame *frame, const struct array *operan
   call->backward.grads = &call->grads;
   TRY(take_arrays(operands, parameters, *(struct xla_span *)operand_names, &frame->operands, &layer, call,
                   fault));
-  return take_arrays(results, results, *(struct xla_span *)result_names, &frame->results, &layer, call,
-                     fault);
+  TRY(take_arrays(results, results, *(struct xla_span *)result_names, &frame->results, &layer, call, fault));
+  CHECK(call->new_global_counts == call->forward.global_counts, fault, MOE_ERROR_ARGUMENT,
+        "moeblas: global_counts as an operand and as a result are two buffers, wanted one");
+  return MOE_OK;
 }
 
 moe_status moe_xla_take_forward(const struct xla_frame *frame, const moe_config *config, struct call *call,

@@ -11,6 +11,7 @@ struct call {
   moe_param_grads grads;
   moe_forward_args forward;
   moe_backward_args backward;
+  void *new_global_counts; /* the result that is forward.global_counts, brought up to date in place */
 };
 
 /* Checks the type and the number of elements of every buffer against the plan, and puts its address into `call`. The

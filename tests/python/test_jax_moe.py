@@ -14,6 +14,7 @@ import jax_helper as helper
 import jax_reference as reference
 import moeblas
 import moeblas.jax as moe_jax
+import moeblas.numpy
 from jax_helper import assert_close, assert_same, on_cpu
 
 device = helper.device
@@ -209,6 +210,99 @@ def test_capacity_drops(device):
     assert np.abs(np.asarray(full - cut)).max() > 0.01
 
 
+@pytest.mark.parametrize("count", [-3, 0, 7, TOKENS, 2**31 - 1])
+def test_token_count(device, count):
+    """Tokens from the count on are as if masked, in values, counts, losses and gradients."""
+    arrays = arrays_of()
+
+    def loss(arrays, rest):
+        out, aux = moe_jax.moe(**arrays, **rest, topk=TOPK, **LOSSES["batch"])
+        return (out**2).sum() + aux.balance_loss + aux.z_loss, (out, aux)
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    found = run(arrays, {"token_count": jnp.int32(count)})
+    assert_same(found, run(arrays, {"padding_mask": jnp.arange(TOKENS) >= count}))
+
+    ids, weights = jnp.tile(jnp.arange(TOPK), (TOKENS, 1)), jnp.ones((TOKENS, TOPK))
+    given = {name: arrays[name] for name in ("x", "w1", "w2")}
+    layer = jax.jit(lambda n: moe_jax.experts(ids=ids, weights=weights, token_count=n, **given))
+    cut = jnp.where((jnp.arange(TOKENS) < count)[:, None], ids, -1)
+    assert_same(layer(jnp.array([count])), moe_jax.experts(ids=cut, weights=weights, **given))
+
+
+def as_int64(words):
+    return np.ascontiguousarray(words).view(np.int64)[:, 0]
+
+
+def test_global_counts(device):
+    """Counts go in and come out, untouched where they came from; the rest is NumPy's layer."""
+    router = {"balance": "global", "balance_coeff": 0.3, "z_coeff": 0.02}
+    sizes = {"hidden": HIDDEN, "inter": INTER, "experts": EXPERTS, "topk": TOPK}
+    plain = moeblas.numpy.Layer(**sizes, act="swiglu", router=router)
+    wanted_counts = np.full(EXPERTS + 1, 2**32 - 20, np.int64)  # the low words run over
+    counts = first = jnp.asarray(wanted_counts.view(np.int32).reshape(-1, 2))
+
+    def loss(arrays, counts):
+        out, aux = moe_jax.moe(**arrays, topk=TOPK, global_counts=counts, **router)
+        return out.sum() + aux.balance_loss + aux.z_loss, (out, aux)
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    for seed in range(3):
+        arrays = arrays_of(seed=seed)
+        before = np.asarray(counts)
+        (_, (out, aux)), grads = run(arrays, counts)
+        assert_same(counts, before)
+        host = {name: np.asarray(array) for name, array in arrays.items()}
+        x = host.pop("x")
+        result = plain.forward(x, host, global_counts=wanted_counts)
+        expected = plain.backward(result, np.ones_like(x))
+        assert_same(as_int64(aux.global_counts), wanted_counts)
+        assert_close(out, result.out, "float32", "out")
+        assert_close([aux.balance_loss, aux.z_loss], result.losses, "float32", "losses")
+        assert_close(grads["x"], expected.x, "float32", "dx")
+        for name, grad in expected.params.items():
+            assert_close(grads[name], grad, "float32", f"d{name}")
+        counts = aux.global_counts
+    assert (as_int64(counts) > 2**32).all() and (as_int64(first) == 2**32 - 20).all()
+
+
+def test_global_counts_in_a_loop(device):
+    """Carried by scan, donated, and as int64, they are the same counts."""
+    arrays = arrays_of()
+    options = {"topk": TOPK, "balance": "global", "balance_coeff": 0.3}
+
+    def step(counts, _=None):
+        _, aux = moe_jax.moe(**arrays, **options, global_counts=counts)
+        return aux.global_counts, aux.balance_loss
+
+    zeros = jnp.zeros((EXPERTS + 1, 2), jnp.int32)
+    counts, losses = zeros, []
+    for _ in range(3):
+        counts, value = step(counts)
+        losses.append(value)
+    assert_same(jax.jit(lambda c: jax.lax.scan(step, c, length=3))(zeros), (counts, losses))
+    donating = jax.jit(step, donate_argnums=0)
+    assert_same(donating(donating(donating(jnp.copy(zeros))[0])[0])[0], counts)
+    assert as_int64(counts)[-1] == 3 * TOKENS
+    with jax.enable_x64(True):
+        long, value = step(jnp.asarray(2 * as_int64(counts) // 3))
+        assert long.dtype == jnp.int64
+        assert_same((long, value), (as_int64(counts), losses[-1]))
+
+
+def test_sm_limit(device):
+    """A limit changes no bit; one beyond what the device has is refused."""
+    arrays = arrays_of()
+
+    def grads(**options):
+        run = lambda a: (moe_jax.moe(**a, topk=TOPK, **options)[0] ** 2).sum()  # noqa: E731
+        return jax.jit(jax.value_and_grad(run))(arrays)
+
+    assert_same(grads(sm_limit=1), grads())
+    with pytest.raises(Exception, match="sm_limit = 100000, wanted"):
+        jax.block_until_ready(grads(sm_limit=100000))
+
+
 def test_no_tokens(device):
     arrays = arrays_of(shared=16) | {"x": jnp.zeros((0, HIDDEN))}
 
@@ -232,7 +326,17 @@ def test_example(device, capsys):
 
 
 REFUSALS = {
-    'balance = "global" keeps counts': {"balance": "global", "balance_coeff": 0.1},
+    'one of balance = "global" and global_counts': {"balance": "global", "balance_coeff": 0.1},
+    'balance = "global" and global_counts is missing': {
+        "global_counts": np.zeros((EXPERTS + 1, 2), np.int32)
+    },
+    "global_counts is int32[8, 2], wanted int32[9, 2]": {
+        "balance": "global",
+        "global_counts": np.zeros((EXPERTS, 2), np.int32),
+    },
+    "token_count is float32[], wanted one integer": {"token_count": 2.0},
+    "token_count is int32[2], wanted one integer": {"token_count": np.zeros(2, np.int32)},
+    "sm_limit = -1": {"sm_limit": -1},
     "router.balance_coeff = 0.1, wanted 0": {"balance_coeff": 0.1},
     "router.sequence_tokens = 0, wanted > 0": {"balance": "sequence", "balance_coeff": 0.1},
     "one of shared_w1 and shared_w2 is None": {"shared_w1": np.zeros((8, HIDDEN), np.float32)},

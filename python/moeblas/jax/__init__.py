@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._lib import ArgumentError, UnsupportedError, make_config, param_shapes
+from .._lib import ArgumentError, make_config, param_shapes
 from .._options import ExpertOptions, RouterOptions, config_fields
 from .._structs import Balance, Config
 from ._layer import run_layer
@@ -38,6 +38,7 @@ class Aux(NamedTuple):
     counts: jax.Array  #: [E] int32, slots that chose each expert, before capacity drops
     balance_loss: jax.Array  #: float32, balance_coeff included; 0 without ``balance``
     z_loss: jax.Array  #: float32, z_coeff included
+    global_counts: jax.Array | None = None  #: like those given: these plus this call
 
 
 # ---- arguments
@@ -75,6 +76,25 @@ def _ids(ids: jax.Array, shape: tuple[int, ...], count: int) -> jax.Array:
 def _mask(mask: jax.Array, tokens: int) -> jax.Array:
     mask = jnp.asarray(mask)
     return _checked("padding_mask", (mask != 0).astype(jnp.uint8), (tokens,), jnp.uint8)
+
+
+def _token_count(count: jax.Array | int, tokens: int) -> jax.Array:
+    """[1] int32, from one integer of any type."""
+    count = jnp.asarray(count)
+    if not jnp.issubdtype(count.dtype, jnp.integer) or count.size != 1:
+        found = f"{count.dtype}{list(count.shape)}"
+        raise ArgumentError(f"moeblas.jax: token_count is {found}, wanted one integer")
+    return jnp.clip(count, 0, tokens).astype(jnp.int32).reshape(1)
+
+
+def _counts_as_words(counts: jax.Array, count: int) -> jax.Array:
+    """[E+1,2] int32: 64-bit counts as the library has them, which JAX has only in its x64 mode."""
+    counts = jnp.asarray(counts)
+    if counts.dtype == jnp.int64:
+        return jax.lax.bitcast_convert_type(
+            _checked("global_counts", counts, (count + 1,), jnp.int64), jnp.int32
+        )
+    return _checked("global_counts", counts, (count + 1, 2), jnp.int32)
 
 
 def _config(x: jax.Array, w2: jax.Array, options: Mapping[str, object], **fields: object) -> Config:
@@ -127,14 +147,17 @@ def experts(
     w2: jax.Array,
     b1: jax.Array | None = None,
     b2: jax.Array | None = None,
+    *,
+    token_count: jax.Array | int | None = None,
     **options: Unpack[ExpertOptions],
 ) -> jax.Array:
     """The experts of a Mixture-of-Experts layer, for routing that is given.
 
     x [T,H] of float32, bfloat16 or float16; ids [T,k] integers, those outside [0,E) are skipped;
     weights [T,k] floats, used in float32. With U = 2F for gated activations, else F: w1 [E,U,H], w2
-    [E,H,F], or with ``transposed`` [E,H,U] and [E,F,H]; b1 [E,U], b2 [E,H]; all of x's type. The
-    options are those of ``ExpertOptions``.
+    [E,H,F], or with ``transposed`` [E,H,U] and [E,F,H]; b1 [E,U], b2 [E,H]; all of x's type. Tokens
+    from ``token_count`` on, one integer, take no part and give 0. The options are those of
+    ``ExpertOptions``.
 
     Returns out [T,H] of x's type, differentiable in all but ids. Raises ArgumentError and
     UnsupportedError while tracing, with the argument, what was found and what was wanted. Under
@@ -147,6 +170,8 @@ def experts(
     arrays = _parameters(config, x, {"w1": w1, "w2": w2, "b1": b1, "b2": b2})
     arrays["given_ids"] = _ids(ids, slots, config.experts)
     arrays["given_weights"] = _floats("weights", weights, slots)
+    if token_count is not None:
+        arrays["token_count"] = _token_count(token_count, x.shape[0])
     return run_layer(bytes(config), {"x": x, **arrays})["out"]
 
 
@@ -162,6 +187,8 @@ def moe(
     router_bias: jax.Array | None = None,
     correction_bias: jax.Array | None = None,
     padding_mask: jax.Array | None = None,
+    token_count: jax.Array | int | None = None,
+    global_counts: jax.Array | None = None,
     shared_w1: jax.Array | None = None,
     shared_w2: jax.Array | None = None,
     shared_gate: jax.Array | None = None,
@@ -172,14 +199,14 @@ def moe(
     """A whole Mixture-of-Experts layer: router, experts, shared expert, latent projections.
 
     x [T,H]; router_weight [E,H] of x's type or float32; router_bias, correction_bias [E] floats,
-    used in float32; padding_mask [T]: a token where it is not 0 takes no part. w1, w2, b1, b2 as in
-    ``experts``, with L for H if latent_down [L,H] and latent_up [H,L] are given. shared_w1 [V,H]
+    used in float32; padding_mask [T]: a token where it is not 0 takes no part, nor does one from
+    ``token_count`` on. global_counts, for ``balance="global"``: the counts so far, zeros at first,
+    [E+1,2] int32 (low and high word) or [E+1] int64. w1, w2, b1, b2 as in ``experts``, with L for H if latent_down [L,H] and latent_up [H,L] are given. shared_w1 [V,H]
     and shared_w2 [H,S], V = 2S for gated activations, else S; shared_gate [H]. ``transposed`` turns
     all matrices but the router's. Options: ``MoeOptions``.
 
     Returns out [T,H], differentiable in all floats but correction_bias, and ``Aux``, whose two
-    losses are to be added to the training loss. Raises as ``experts`` does; UnsupportedError for
-    ``balance="global"``, which needs counts kept between calls.
+    losses are to be added to the training loss. Raises as ``experts`` does.
     """
     x, router_weight = jnp.asarray(x), jnp.asarray(router_weight)
     router_dtype = jnp.dtype(jnp.float32 if router_weight.dtype == jnp.float32 else x.dtype)
@@ -220,10 +247,17 @@ def moe(
             arrays[name] = _floats(name, bias, rows[:1])
     if padding_mask is not None:
         arrays["padding_mask"] = _mask(padding_mask, x.shape[0])
-    if config.router.balance == Balance.GLOBAL:
-        raise UnsupportedError(
-            'moeblas.jax: balance = "global" keeps counts, wanted "batch" or "sequence"'
+    if token_count is not None:
+        arrays["token_count"] = _token_count(token_count, x.shape[0])
+    if (config.router.balance == Balance.GLOBAL) != (global_counts is not None):
+        raise ArgumentError(
+            'moeblas.jax: one of balance = "global" and global_counts is missing, wanted both'
         )
+    if global_counts is not None:
+        arrays["global_counts"] = _counts_as_words(global_counts, config.experts)
     found = run_layer(bytes(config), {"x": x, **arrays})
+    counts = found.get("global_counts")
+    if counts is not None and jnp.asarray(global_counts).dtype == jnp.int64:
+        counts = jax.lax.bitcast_convert_type(counts, jnp.int64)
     weights = jax.lax.stop_gradient(found["topk_weights"])
-    return found["out"], Aux(found["topk_ids"], weights, found["counts"], *found["losses"])
+    return found["out"], Aux(found["topk_ids"], weights, found["counts"], *found["losses"], counts)

@@ -21,7 +21,9 @@ from jax.custom_derivatives import SymbolicZero
 from .. import _lib
 from .._structs import Backend, Balance, Config
 
-_NO_GRADIENT = ("given_ids", "padding_mask", "correction_bias")
+_NO_GRADIENT = ("given_ids", "padding_mask", "token_count", "global_counts", "correction_bias")
+# Inputs of the forward call alone.
+_NOT_KEPT = ("given_ids", "global_counts")
 
 
 # ---- the native side
@@ -81,6 +83,19 @@ def _has_cuda() -> bool:
         return False
 
 
+def _sizes_on(backend: Backend, config: bytes, tokens: int) -> tuple[int, int]:
+    """Sizes of one platform's branch of a program.
+
+    Where there is a GPU, ``sm_limit`` counts multiprocessors, of which the CPU, which is asked all
+    the same, may have fewer; its workspace is the largest without a limit.
+    """
+    if backend == Backend.CPU and _has_cuda():
+        parsed = Config.from_buffer_copy(config)
+        parsed.sm_limit = 0
+        config = bytes(parsed)
+    return sizes(config, backend, tokens)
+
+
 def _run(
     name: str,
     config: bytes,
@@ -93,9 +108,16 @@ def _run(
     def on(backend: Backend, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         # Without a CUDA device there is no plan to ask; a program for one is refused when it runs.
         known = backend == Backend.CPU or _has_cuda()
-        workspace = sizes(config, backend, tokens)[0] if known else 0
+        workspace = _sizes_on(backend, config, tokens)[0] if known else 0
         shapes = dict(results, workspace=jax.ShapeDtypeStruct((workspace,), jnp.uint8))
-        call = jax.ffi.ffi_call(f"moeblas_{name}", tuple(shapes.values()))
+        in_place = {
+            i: list(shapes).index(operand)
+            for i, operand in enumerate(operands)
+            if operand in shapes
+        }
+        call = jax.ffi.ffi_call(
+            f"moeblas_{name}", tuple(shapes.values()), input_output_aliases=in_place
+        )
         found = call(
             *arrays,
             config=np.frombuffer(config, np.uint8),
@@ -138,8 +160,10 @@ def _forward(config: bytes, arrays: Mapping[str, jax.Array], keep: bool) -> dict
         results["topk_weights"] = jax.ShapeDtypeStruct(slots, jnp.float32)
         results["counts"] = jax.ShapeDtypeStruct((parsed.experts,), jnp.int32)
         results["losses"] = jax.ShapeDtypeStruct((2,), jnp.float32)
+    if "global_counts" in arrays:
+        results["global_counts"] = _like(arrays["global_counts"])
     if keep:
-        saved = sizes(config, Backend.CPU, slots[0])[1]  # the same on every back end
+        saved = _sizes_on(Backend.CPU, config, slots[0])[1]  # the same on every back end
         results["saved"] = jax.ShapeDtypeStruct((saved,), jnp.uint8)
     return _run("forward", config, arrays, results)
 
@@ -147,7 +171,7 @@ def _forward(config: bytes, arrays: Mapping[str, jax.Array], keep: bool) -> dict
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer(config: bytes, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """``out``; with a router also ``losses``, and without gradients ``topk_ids``, ``topk_weights``,
-    ``counts``.
+    ``counts``; ``global_counts`` where they are given.
     """
     return _forward(config, _first_x(arrays), keep=False)
 
@@ -184,7 +208,7 @@ def _layer_forward(config: bytes, arrays: dict) -> tuple[dict, tuple]:
 
 def _layer_backward(config: bytes, kept: tuple, cotangents: dict) -> tuple[dict]:
     arrays, saved, wanted = kept
-    operands = {name: array for name, array in _first_x(arrays).items() if name != "given_ids"}
+    operands = {name: array for name, array in _first_x(arrays).items() if name not in _NOT_KEPT}
     operands |= {"dout": _instantiated(cotangents["out"]), "saved": saved}
     if _has_losses(config):
         operands["dlosses"] = _instantiated(cotangents["losses"])

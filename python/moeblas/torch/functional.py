@@ -16,15 +16,9 @@ import torch
 from torch import Tensor
 
 from .. import _options
-from .._options import RouterOptions
+from .._options import ExpertOptions, RouterOptions
 from ._layer import PARAMS, ROUTING
 from .ops import forward, forward_eagerly
-
-
-class ExpertOptions(_options.ExpertOptions, total=False):
-    """What one expert computes, and how. Every option may be left out."""
-
-    sm_limit: int
 
 
 class Routing(NamedTuple):
