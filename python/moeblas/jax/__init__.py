@@ -97,6 +97,28 @@ def _counts_as_words(counts: jax.Array, count: int) -> jax.Array:
     return _checked("global_counts", counts, (count + 1, 2), jnp.int32)
 
 
+def _bookkeeping(
+    config: Config,
+    tokens: int,
+    padding_mask: jax.Array | None,
+    token_count: jax.Array | int | None,
+    global_counts: jax.Array | None,
+) -> dict[str, jax.Array]:
+    """Which tokens take part, and the counts of earlier calls: those that are given, checked."""
+    arrays = {}
+    if padding_mask is not None:
+        arrays["padding_mask"] = _mask(padding_mask, tokens)
+    if token_count is not None:
+        arrays["token_count"] = _token_count(token_count, tokens)
+    if (config.router.balance == Balance.GLOBAL) != (global_counts is not None):
+        raise ArgumentError(
+            'moeblas.jax: one of balance = "global" and global_counts is missing, wanted both'
+        )
+    if global_counts is not None:
+        arrays["global_counts"] = _counts_as_words(global_counts, config.experts)
+    return arrays
+
+
 def _config(x: jax.Array, w2: jax.Array, options: Mapping[str, object], **fields: object) -> Config:
     """The configuration of a layer on x [T,H] with w2 [E,H,F], or [E,F,H] when transposed."""
     if x.ndim != 2 or str(x.dtype) not in _DTYPES:
@@ -170,8 +192,7 @@ def experts(
     arrays = _parameters(config, x, {"w1": w1, "w2": w2, "b1": b1, "b2": b2})
     arrays["given_ids"] = _ids(ids, slots, config.experts)
     arrays["given_weights"] = _floats("weights", weights, slots)
-    if token_count is not None:
-        arrays["token_count"] = _token_count(token_count, x.shape[0])
+    arrays |= _bookkeeping(config, x.shape[0], None, token_count, None)
     return run_layer(bytes(config), {"x": x, **arrays})["out"]
 
 
@@ -201,9 +222,10 @@ def moe(
     x [T,H]; router_weight [E,H] of x's type or float32; router_bias, correction_bias [E] floats,
     used in float32; padding_mask [T]: a token where it is not 0 takes no part, nor does one from
     ``token_count`` on. global_counts, for ``balance="global"``: the counts so far, zeros at first,
-    [E+1,2] int32 (low and high word) or [E+1] int64. w1, w2, b1, b2 as in ``experts``, with L for H if latent_down [L,H] and latent_up [H,L] are given. shared_w1 [V,H]
-    and shared_w2 [H,S], V = 2S for gated activations, else S; shared_gate [H]. ``transposed`` turns
-    all matrices but the router's. Options: ``MoeOptions``.
+    [E+1,2] int32 (low and high word) or [E+1] int64. w1, w2, b1, b2 as in ``experts``, with L for H
+    if latent_down [L,H] and latent_up [H,L] are given. shared_w1 [V,H] and shared_w2 [H,S], V = 2S
+    for gated activations, else S; shared_gate [H]. ``transposed`` turns all matrices but the
+    router's. Options: ``MoeOptions``.
 
     Returns out [T,H], differentiable in all floats but correction_bias, and ``Aux``, whose two
     losses are to be added to the training loss. Raises as ``experts`` does.
@@ -245,16 +267,7 @@ def moe(
     for name, bias in (("router_bias", router_bias), ("correction_bias", correction_bias)):
         if bias is not None:
             arrays[name] = _floats(name, bias, rows[:1])
-    if padding_mask is not None:
-        arrays["padding_mask"] = _mask(padding_mask, x.shape[0])
-    if token_count is not None:
-        arrays["token_count"] = _token_count(token_count, x.shape[0])
-    if (config.router.balance == Balance.GLOBAL) != (global_counts is not None):
-        raise ArgumentError(
-            'moeblas.jax: one of balance = "global" and global_counts is missing, wanted both'
-        )
-    if global_counts is not None:
-        arrays["global_counts"] = _counts_as_words(global_counts, config.experts)
+    arrays |= _bookkeeping(config, x.shape[0], padding_mask, token_count, global_counts)
     found = run_layer(bytes(config), {"x": x, **arrays})
     counts = found.get("global_counts")
     if counts is not None and jnp.asarray(global_counts).dtype == jnp.int64:
