@@ -4,6 +4,7 @@
  * Idea: the CPU is given blocks of its own as if it were a device. The results must be those without, and a write outside
  * an array or into an input must be seen through the copies. */
 #include "../tools/case.h"
+#include "../tools/problem_list.h"
 #include "test.h"
 
 static const char *const problems[] = {
@@ -112,6 +113,51 @@ TEST(poison_reaches_the_block) {
     const unsigned char *out = run_block(&run, T_OUT);
     for (size_t i = 0; i < run.span[T_OUT].bytes; i++) REQUIRE(out[i] == 0xcd, "byte %zu of out", i);
     run_close(&run);
+  }
+  fixture_free(&f);
+}
+
+/* Every reason not to be exact is said; and what the generator makes has none. */
+TEST(exact_problems_can_be_exact) {
+  static const char *const refused[][2] = {{"situ_plain exact", "tanh"},
+                                           {"relu2_tanh exact", "tanh"},
+                                           {"reglu up_beta=2 exact", "tanh"},
+                                           {"swiglu limit=7 exact", "clamped"},
+                                           {"swiglu alpha=2 exact", "clamped"},
+                                           {"reglu balance=batch exact", "losses"},
+                                           {"reglu z_loss exact", "losses"},
+                                           {"reglu k3 exact", "power of two"},
+                                           {"reglu renorm replay exact", "divided"},
+                                           {"reglu renorm groups=4/2 exact", "divided"},
+                                           {"reglu renorm correction_bias exact", "divided"},
+                                           {"reglu score=topk_softmax replay exact", "divided"}};
+  static const char *const taken[] = {"reglu limit=2 exact",
+                                      "reglu2 score=topk_softmax correction_bias exact",
+                                      "swiglu k3 score=sigmoid exact", "gelu k3 given exact"};
+  struct problem problem;
+  char error[PROBLEM_ERROR] = "";
+  for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+    EXPECT(!problem_parse(refused[i][0], &problem, error, sizeof error), "'%s' was taken", refused[i][0]);
+    EXPECT(strstr(error, refused[i][1]) != NULL, "'%s' gave '%s'", refused[i][0], error);
+  }
+  for (size_t i = 0; i < sizeof taken / sizeof *taken; i++)
+    EXPECT(problem_parse(taken[i], &problem, error, sizeof error), "'%s': %s", taken[i], error);
+  for (uint64_t n = 0; n < 3000; n++) {
+    problem_random_exact(&problem, 4, n);
+    EXPECT(problem.exact, "number %d fell back", (int)n);
+  }
+}
+
+/* Numbers of an exact sample are few bits long, whatever its format. */
+TEST(exact_data_are_small_integers) {
+  struct fixture f = fixture("t33 h40 f24 e8 k4 bf16 swiglu bwd bias router_bias exact");
+  for (int i = 0; i < T_INPUTS; i++) {
+    const struct shape *shape = &f.sample.shape[i];
+    for (int64_t n = 0; f.sample.data[i] && shape->element <= ELEMENT_FP16 && n < shape_count(shape); n++) {
+      const double value = 64 * element_load(f.sample.data[i], shape->element, n);
+      EXPECT(value == (double)(int64_t)value && value >= -300 * 64 && value <= 300 * 64, "%s[%d] = %g",
+             tensor_name((enum tensor)i), (int)n, value / 64);
+    }
   }
   fixture_free(&f);
 }

@@ -88,6 +88,12 @@ exits 0 check 't8 h16 f8 bwd'
 says out "1 passed, 0 failed"
 exits 0 check --random 3 --seed 2
 says out "3 passed, 0 failed"
+exits 0 check --random 3 --exact --seed 2
+says out "3 passed, 0 failed"
+exits 0 check --mutate 't33 h40 f24 bf16 reglu bwd exact'
+says out "0 failed"
+exits 2 check 't8 h8 f8 situ exact'
+says err "a tanh is not"
 exits 0 check --bitwise 't8 h16 f8 given bwd'
 exits 0 check --mutate 't16 h16 f8 bwd'
 says out "0 failed"

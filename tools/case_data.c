@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "case.h"
+#include "case_data.h"
 
 enum {
   LOWEST = -16, /* log share of an expert that nobody shall choose, far outside the spread of unit logits */
@@ -22,17 +22,6 @@ enum {
 };
 
 /* ---- random numbers -------------------------------------------------------------------------------------------- */
-
-static uint64_t mix(uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
-
-static uint64_t stream(const struct sample *s, int id) {
-  return mix(s->problem.seed * 64 + (uint64_t)id + 1);
-}
-static uint64_t word(uint64_t stream, int64_t n) { return mix(stream + (uint64_t)n * 0x9e3779b97f4a7c15u); }
 
 /* In (0,1), never at its ends. */
 static double uniform(uint64_t bits) { return ((double)(bits >> 12) + 0.5) * 0x1p-52; }
@@ -105,25 +94,26 @@ static bool log_shares(const struct problem *p, double *share, char *error, size
 
 /* ---- integers -------------------------------------------------------------------------------------------------- */
 
-/* k distinct experts a token, drawn by the shares; slots beyond E repeat. */
-static void draw_ids(struct sample *s, const double *log_share) {
-  const int64_t tokens = s->problem.tokens, experts = s->problem.config.experts,
-                topk = s->problem.config.topk;
-  int32_t *ids = s->data[T_GIVEN_IDS];
+void draw_experts(const struct sample *s, const double *log_share, int64_t t, int32_t *ids) {
+  const int64_t experts = s->problem.config.experts;
   const uint64_t from = stream(s, T_GIVEN_IDS);
-#pragma omp parallel for schedule(static)
-  for (int64_t t = 0; t < tokens; t++) {
-    double key[MOE_MAX_EXPERTS];
+  double key[MOE_MAX_EXPERTS];
+  for (int64_t e = 0; e < experts; e++)
+    key[e] = log_share[e] - log(-log(uniform(word(from, t * experts + e))));
+  for (int64_t j = 0; j < s->problem.config.topk; j++) {
+    int64_t best = j % experts;
     for (int64_t e = 0; e < experts; e++)
-      key[e] = log_share[e] - log(-log(uniform(word(from, t * experts + e))));
-    for (int64_t j = 0; j < topk; j++) {
-      int64_t best = j % experts;
-      for (int64_t e = 0; e < experts; e++)
-        if (key[e] > key[best]) best = e;
-      key[best] = -INFINITY;
-      ids[t * topk + j] = (int32_t)best;
-    }
+      if (key[e] > key[best]) best = e;
+    key[best] = -INFINITY;
+    ids[j] = (int32_t)best;
   }
+}
+
+static void draw_ids(struct sample *s, const double *log_share) {
+  int32_t *ids = s->data[T_GIVEN_IDS];
+#pragma omp parallel for schedule(static)
+  for (int64_t t = 0; t < s->problem.tokens; t++)
+    draw_experts(s, log_share, t, ids + t * s->problem.config.topk);
 }
 
 /* An eighth of the slots is spoiled, in turn by -1, E, INT_MIN and the id of the slot before. */
@@ -185,7 +175,7 @@ static void skew_router(struct sample *s, const double *log_share) {
     element_store(s->data[T_ROUTER_WEIGHT], s->shape[T_ROUTER_WEIGHT].element, e * hidden, log_share[e]);
 }
 
-static void fill(struct sample *s, const double *log_share) {
+static void fill_normals(struct sample *s) {
   const struct problem *p = &s->problem;
   const double hidden = 1 / sqrt((double)p->config.hidden), width = 1 / sqrt((double)problem_width(p));
   const double gain = fmax(1, (double)p->config.act.gate_max / 2);
@@ -205,10 +195,18 @@ static void fill(struct sample *s, const double *log_share) {
   fill_normal(s, T_LATENT_DOWN, hidden);
   fill_normal(s, T_LATENT_UP, width);
   for (int id = T_DROUTER_WEIGHT; id < T_RESULTS; id++) fill_normal(s, (enum tensor)id, 1);
+}
+
+static void fill(struct sample *s, const double *log_share) {
   draw_small(s);
-  skew_router(s, log_share);
+  if (s->problem.exact) {
+    fill_exact(s, log_share);
+  } else {
+    fill_normals(s);
+    skew_router(s, log_share);
+  }
   if (s->data[T_GIVEN_IDS]) draw_ids(s, log_share);
-  if (s->data[T_GIVEN_IDS] && p->invalid) spoil_ids(s);
+  if (s->data[T_GIVEN_IDS] && s->problem.invalid) spoil_ids(s);
   if (s->data[T_ROW_OFFSET]) draw_offsets(s, log_share);
 }
 

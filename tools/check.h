@@ -54,6 +54,8 @@ struct oracle;
 int64_t check_kinks(const moe_config *config, const struct oracle *ideal);
 /* Compares the results of `run` with the oracle on the data of `truth` (check_compare.c). */
 void check_compare(const struct sample *truth, const struct run *run, struct verdict *verdict);
+/* The same for an exact problem, to the bit (check_exact.c). */
+void check_exact(const struct sample *truth, const struct run *run, struct verdict *verdict);
 /* Equal bits of what must be equal (check_bits.c). */
 void check_bitwise(moe_context *ctx, const struct sample *sample, struct verdict *verdict);
 enum {

@@ -330,6 +330,10 @@ static void compare_all(const struct sample *s, const struct run *run, struct re
 
 void check_compare(const struct sample *truth, const struct run *run, struct verdict *verdict) {
   struct reference r = {0};
+  if (truth->problem.exact) {
+    check_exact(truth, run, verdict);
+    return;
+  }
   compare_all(truth, run, &r, verdict);
   reference_free(&r);
 }

@@ -138,6 +138,7 @@ static void add_router(const struct sample *s, struct reference *r, const struct
     double through = 0;
     for (int64_t i = t * topk; i < (t + 1) * topk; i++) through += o->weights[i] * o->dtopk_weights[i];
     for (int64_t e = 0; e < experts; e++) {
+      if ((float)r->ideal.dlogits[t * experts + e] == 0) continue; /* nothing of this expert was asked */
       if (dlogits) dlogits[t * experts + e] = through;
       if (bias) bias[e] += through;
       for (int64_t i = 0; weight && i < hidden; i++) {

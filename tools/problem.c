@@ -125,6 +125,26 @@ static bool check_router(const struct problem *p, struct reply *reply) {
   return true;
 }
 
+/* Why the data of an exact problem could not be so: only what is a power of two may be divided by, and a sigmoid or a tanh is
+ * exact at 0 and where it has become 1. */
+static const char *inexact(const struct problem *p) {
+  const moe_config *c = &p->config;
+  const moe_router_desc *r = &c->router;
+  const moe_act_desc *act = &c->act;
+  const bool linear = act->kind == MOE_ACT_RELU || act->kind == MOE_ACT_RELU2;
+  const bool slots = r->score == MOE_SCORE_TOPK_SOFTMAX, over = slots || r->renormalize;
+  const bool divides = problem_routed(p) && (over || r->score == MOE_SCORE_SOFTMAX);
+  if (act->kind == MOE_ACT_RELU2_TANH || act->kind == MOE_ACT_SITU || act->up_beta > 0)
+    return "a tanh is not";
+  if (!linear && (act->gate_max > 0 || act->alpha > 0))
+    return "such an activation is not, clamped or stretched";
+  if (r->balance || r->z_coeff > 0) return "the losses of a router are not";
+  if (divides && c->topk & (c->topk - 1)) return "weights 1/k are only where k is a power of two";
+  if (over && (p->replay || r->groups > 1 || (p->correction_bias && !slots)))
+    return "weights that are divided by their sum are not, unless the best logits are chosen";
+  return NULL;
+}
+
 static bool check_rules(const struct problem *p, struct reply *reply) {
   const moe_config *c = &p->config;
   if (c->entry == MOE_ENTRY_ROWS && c->topk != 1)
@@ -140,6 +160,7 @@ static bool check_rules(const struct problem *p, struct reply *reply) {
   if (!c->act.gated && (c->act.layout || c->act.up_beta > 0 || c->act.up_offset > 0))
     return problem_refuse(reply, "layout, up_beta, offset: speak of the up half, but %s is not gated",
                           moe_activation_name(c->act.kind, 0));
+  if (p->exact && inexact(p)) return problem_refuse(reply, "exact: %s", inexact(p));
   if (p->accumulate && !p->backward) return problem_refuse(reply, "accumulate: wants bwd");
   if (problem_bytes(p) > (int64_t)1 << 40)
     return problem_refuse(reply, "t, h, f, e, k: the tensors are %lld bytes together, wants at most 2^40",

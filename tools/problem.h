@@ -36,6 +36,7 @@ struct problem {
   int mask;       /* some tokens are padding */
   int invalid;    /* some given ids are no experts, or twice the same */
   int accumulate; /* parameter gradients are added to what is there */
+  int exact;      /* small integers, of which every sum is exact: results are determined to the bit */
   enum skew skew;
   char skew_file[PROBLEM_PATH]; /* SKEW_FILE */
 };

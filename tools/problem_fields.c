@@ -342,6 +342,7 @@ const struct field problem_fields[] = {
     RULE("grad", ROUND_REST, "fp32", "dtype of the parameter gradients", grad),
     SWITCH("recompute", config.recompute, "backward repeats the up projection"),
     RULE("skew", ROUND_REST, "uniform|zipf|one|empty|FILE", "load of the experts; FILE: E weights", skew),
+    SWITCH("exact", exact, "small integers, results compared to the bit"),
     RULE("seed", ROUND_REST, "N", "of the random data", seed),
 };
 const int problem_field_count = sizeof problem_fields / sizeof *problem_fields;

@@ -87,6 +87,7 @@ void problem_list_help(void) {
 
 struct draw {
   uint64_t state;
+  bool exact;
   char text[PROBLEM_TEXT];
   size_t used;
 };
@@ -113,8 +114,27 @@ __attribute__((format(printf, 2, 3))) static void say(struct draw *d, const char
 #define PICK_SIZE(d, ...) \
   ((const int64_t[]){__VA_ARGS__}[below(d, sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t))])
 
+/* Those whose values are known at some points; only the piecewise ones may be clamped anywhere. */
+static void say_exact_activation(struct draw *d, bool eights) {
+  const bool piecewise = one_in(d, 2);
+  const bool gated = !one_in(d, 4);
+  if (piecewise)
+    say(d, " %s", gated ? PICK(d, "reglu", "reglu2") : PICK(d, "relu", "relu2"));
+  else
+    say(d, " %s",
+        gated ? PICK(d, "swiglu", "geglu", "geglu_tanh", "quick_geglu")
+              : PICK(d, "silu", "gelu", "gelu_tanh", "quick_gelu"));
+  if (gated)
+    say(d, "%s",
+        eights && one_in(d, 2) ? " layout=interleaved:8"
+                               : PICK(d, "", "", " layout=up_first", " layout=interleaved"));
+  if (piecewise && one_in(d, 4)) say(d, " limit=%s", PICK(d, "0.5", "1", "2"));
+}
+
 static void say_activation(struct draw *d, bool eights) {
-  if (one_in(d, 4)) {
+  if (d->exact) {
+    say_exact_activation(d, eights);
+  } else if (one_in(d, 4)) {
     say(d, " %s",
         PICK(d, "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "relu2_tanh", "situ_plain"));
   } else {
@@ -124,7 +144,18 @@ static void say_activation(struct draw *d, bool eights) {
         eights && one_in(d, 2) ? " layout=interleaved:8"
                                : PICK(d, "", "", " layout=up_first", " layout=interleaved"));
   }
-  if (one_in(d, 4)) say(d, " limit=%s", PICK(d, "0.5", "2", "7"));
+  if (!d->exact && one_in(d, 4)) say(d, " limit=%s", PICK(d, "0.5", "2", "7"));
+}
+
+static void say_exact_router(struct draw *d, int64_t experts, int64_t topk, bool replay) {
+  const bool slots = !replay && one_in(d, 3), renorm = !slots && !replay && one_in(d, 3);
+  say(d, " score=%s", slots ? "topk_softmax" : PICK(d, "softmax", "sigmoid", "sqrtsoftplus"));
+  if (renorm) say(d, " renorm");
+  if (one_in(d, 3)) say(d, " scale=%s", PICK(d, "0.5", "2"));
+  if (one_in(d, 3)) say(d, " router_bias");
+  if (!renorm && one_in(d, 3)) say(d, " correction_bias");
+  if (!slots && !renorm && one_in(d, 3) && experts % 4 == 0 && topk <= experts / 2)
+    say(d, " groups=4/2 group_score=%s", topk % 2 ? PICK(d, "max", "top2") : PICK(d, "max", "top2", "topk"));
 }
 
 static void say_router(struct draw *d, int64_t experts, int64_t topk) {
@@ -150,8 +181,12 @@ static void say_entry(struct draw *d, int64_t experts, int64_t topk) {
   default:
     if (one_in(d, 3)) say(d, " router=fp32");
   }
-  if (one_in(d, 5)) say(d, " replay");
-  say_router(d, experts, topk);
+  const bool replay = one_in(d, 5);
+  if (replay) say(d, " replay");
+  if (d->exact)
+    say_exact_router(d, experts, topk, replay);
+  else
+    say_router(d, experts, topk);
 }
 
 static void say_extras(struct draw *d, bool rows) {
@@ -170,15 +205,16 @@ static void say_extras(struct draw *d, bool rows) {
     say(d, " capacity=%s drop=%s", PICK(d, "0.5", "1", "1.25"), PICK(d, "weight", "position"));
 }
 
-void problem_random(struct problem *problem, uint64_t seed, uint64_t n) {
-  struct draw d = {.state = seed * 0x9e3779b97f4a7c15u + n * 0xd1342543de82ef95u};
+static void draw_problem(struct problem *problem, uint64_t seed, uint64_t n, bool exact) {
+  struct draw d = {.state = seed * 0x9e3779b97f4a7c15u + n * 0xd1342543de82ef95u, .exact = exact};
   char error[PROBLEM_ERROR];
   const bool rows = one_in(&d, 8);
   const int64_t tokens = PICK_SIZE(&d, 0, 1, 2, 7, 16, 33, 64),
                 hidden = PICK_SIZE(&d, 1, 3, 7, 16, 17, 33, 64, 96);
   const int64_t inter = PICK_SIZE(&d, 1, 3, 8, 17, 24, 48, 64),
                 experts = PICK_SIZE(&d, 1, 2, 3, 4, 8, 16, 17, 64);
-  const int64_t topk = rows ? 1 : 1 + below(&d, experts < 8 ? experts : 8);
+  int64_t topk = rows ? 1 : 1 + below(&d, experts < 8 ? experts : 8);
+  while (exact && topk & (topk - 1)) topk &= topk - 1;
   say(&d, "t%lld h%lld f%lld e%lld k%lld %s", (long long)tokens, (long long)hidden, (long long)inter,
       (long long)experts, (long long)topk, PICK(&d, "fp32", "bf16", "fp16"));
   say_activation(&d, inter % 8 == 0);
@@ -187,7 +223,15 @@ void problem_random(struct problem *problem, uint64_t seed, uint64_t n) {
   else
     say_entry(&d, experts, topk);
   say_extras(&d, rows);
-  say(&d, " seed=%llu", (unsigned long long)(next(&d) % 1000));
+  say(&d, " seed=%llu%s", (unsigned long long)(next(&d) % 1000), exact ? " exact" : "");
   if (!problem_parse(d.text, problem, error, sizeof error))
     problem_default(problem); /* a field list at odds: never */
+}
+
+void problem_random(struct problem *problem, uint64_t seed, uint64_t n) {
+  draw_problem(problem, seed, n, false);
+}
+
+void problem_random_exact(struct problem *problem, uint64_t seed, uint64_t n) {
+  draw_problem(problem, seed, n, true);
 }

@@ -13,6 +13,7 @@ typedef int (*problem_visit)(void *context, const struct problem *problem);
  * the first is visited, so that a mistake in the last line costs no time. Says what is wrong itself. */
 int problem_list(const char *command, char **arguments, int count, problem_visit visit, void *context);
 /* A small problem of any kind that the library takes; number n of the sequence of `seed`. */
+void problem_random_exact(struct problem *problem, uint64_t seed, uint64_t n); /* of those that are `exact` */
 void problem_random(struct problem *problem, uint64_t seed, uint64_t n);
 /* Prints the fields of a problem string, for --help. */
 void problem_list_help(void);
