@@ -284,4 +284,26 @@ TEST(given_ids_masks_and_no_tokens) {
       }
 }
 
+/* One logit in eight is strange; half of the batches tie often and admit no slack. MOE_ROUTE_TOKENS says how many tokens. */
+TEST(many_random_tokens) {
+  static const float STRANGE[] = {NAN, INFINITY, -INFINITY, -0.0f, 0.0f, 1e-40f};
+  static const int64_t SIZES[] = {8, 16, 64, 33};
+  const char *const given = getenv("MOE_ROUTE_TOKENS");
+  const long long wanted = given ? atoll(given) : 16384;
+  uint64_t seed = 25;
+  long long tokens = 0;
+  for (int n = 0; tokens < wanted && test_failures == 0; n++, tokens += 1024) {
+    const int coarse = n / 4 % 2;
+    struct routing p =
+        make_routing(1024, SIZES[n / 8 % 4], 1 + n % 8, (moe_score)(n % 4), MOE_FP32, 4, &seed);
+    if (coarse) coarsen(&p, &seed);
+    p.router.renormalize = n / 32 % 2;
+    for (int64_t i = 0; i < p.tokens * p.experts; i++)
+      if (test_random(&seed) % 8 == 0) ((float *)p.logits)[i] = STRANGE[test_random(&seed) % 6];
+    check(&p, coarse ? 0 : SLACK);
+    free_routing(&p);
+  }
+  printf("%lld tokens\n", tokens);
+}
+
 TEST_MAIN()
