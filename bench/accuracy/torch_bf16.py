@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The error of moeblas' bf16 experts over that of the same experts in torch's bf16, both against fp64 of the same bf16 inputs.
+"""The error of moeblas' bf16 experts over that of torch's, both against fp64 of the same inputs.
 
     python bench/accuracy/torch_bf16.py --csv bench/results/accuracy_bf16_cpu.csv
 
-Idea: torch's layer is its eager loop over the experts (matmul, silu, index_add), as Transformers has it. Routing and its
-weights are given and the same for both. Errors are norms over whole tensors, so that a ratio is not one element's luck.
+Idea: torch's layer is its eager loop over the experts (matmul, silu, index_add), as Transformers
+has it. Routing and its weights are given and the same for both. Errors are norms over whole
+tensors, so that a ratio is not one element's luck (but for tensors of a few numbers).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,7 +36,7 @@ SHAPES = [
 
 
 def eager(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """The experts as a loop: x [T,H], ids and weights [T,k], w1 [E,2F,H], w2 [E,H,F]; all of one dtype."""
+    """The experts as a loop: x [T,H], ids and weights [T,k], w1 [E,2F,H], w2 [E,H,F]."""
     out = torch.zeros_like(x)
     for expert in range(w1.shape[0]):
         token, slot = torch.where(ids == expert)
@@ -57,7 +59,13 @@ def data(shape: tuple[int, ...], seed: int, device: str) -> tuple[list[Tensor], 
     return inputs, top.indices.to(device), dout.to(device, torch.bfloat16)
 
 
-def results(layer, inputs: list[Tensor], ids: Tensor, dout: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def results(
+    layer: Callable[..., Tensor],
+    inputs: list[Tensor],
+    ids: Tensor,
+    dout: Tensor,
+    dtype: torch.dtype,
+) -> list[Tensor]:
     """Output and gradients, in fp64."""
     x, weights, w1, w2 = leaves = [v.to(dtype).requires_grad_() for v in inputs]
     out = layer(x, ids, weights, w1, w2)
@@ -99,7 +107,8 @@ def main() -> int:
         of = [row for row in rows if name in ("all", row["tensor"])]
         ratios = [float(row["ratio"]) for row in of]
         worst = max(of, key=lambda row: float(row["ratio"]))
-        print(f"{name}: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f} ({worst['shape']})")
+        median = statistics.median(ratios)
+        print(f"{name}: median {median:.3f}, worst {max(ratios):.3f} ({worst['shape']})")
     return 0
 
 

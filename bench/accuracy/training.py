@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a tiny Qwen3-like model with the experts of moeblas and with those of torch: how far do the losses end apart?
+"""Trains a tiny model with the experts of moeblas and of torch: how far do the losses end apart?
 
     python bench/accuracy/training.py --csv bench/results/training_gap.csv
 
-Idea: examples/pretrain.py's own model and loop; two runs differ in the experts alone, so that weights and batches are the
-same. Training is chaotic: a difference in the last bit grows whatever its cause. How much is shown by the second reference,
-torch's grouped product, which computes what its eager loop does in another order. Losses are means over 50 steps.
+Idea: examples/pretrain.py's own model and loop; two runs differ in the experts alone, so that
+weights and batches are the same. Training is chaotic: a difference in the last bit grows whatever
+its cause. How much is shown by the second reference, torch's grouped product, which computes what
+its eager loop does in another order. Losses are means over 50 steps.
 """
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def losses(
 
 
 def gaps(rows: list[dict[str, str]]) -> list[str]:
-    """One line a data type and implementation: per cent from the reference's last mean, seed by seed, and the seeds' own spread."""
+    """One line a dtype and implementation: per cent from the reference's last mean, by seed."""
     last: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for row in rows:  # rows of one run ascend, the last one stays
         last[row["dtype"], row["experts"]][row["seed"]] = float(row["loss"])
@@ -68,7 +69,8 @@ def gaps(rows: list[dict[str, str]]) -> list[str]:
             continue
         by_seed = [100 * (ends[seed] / reference[seed] - 1) for seed in sorted(ends)]
         over_all = 100 * (sum(ends.values()) / len(ends) / mean - 1)
-        lines.append(f"{dtype} {moe}: mean {over_all:+.3f} %, by seed " + ", ".join(f"{gap:+.3f} %" for gap in by_seed))
+        listed = ", ".join(f"{gap:+.3f} %" for gap in by_seed)
+        lines.append(f"{dtype} {moe}: mean {over_all:+.3f} %, by seed {listed}")
     return lines
 
 
@@ -86,10 +88,12 @@ def main() -> int:
     parser.add_argument("--csv", type=Path, required=True)
     options = parser.parse_args()
     if options.steps % WINDOW or REFERENCE not in options.experts:
-        parser.error(f"--steps {options.steps}, --experts {options.experts}: wanted a multiple of {WINDOW}, and {REFERENCE}")
+        wanted = f"wanted a multiple of {WINDOW}, and {REFERENCE}"
+        parser.error(f"--steps {options.steps}, --experts {options.experts}: {wanted}")
     rows, tokens = [], text()
     with options.csv.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, ["dtype", "seed", "experts", "step", "loss"], lineterminator="\n")
+        names = ["dtype", "seed", "experts", "step", "loss"]
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         for dtype in options.dtypes:
             for seed in options.seeds:
@@ -97,7 +101,8 @@ def main() -> int:
                     values = losses(options, tokens, moe, dtype, seed)
                     for end in range(WINDOW, options.steps + 1, WINDOW):
                         mean = sum(values[end - WINDOW : end]) / WINDOW
-                        rows.append({"dtype": dtype, "seed": str(seed), "experts": moe, "step": str(end), "loss": f"{mean:.6f}"})
+                        run = {"dtype": dtype, "seed": str(seed), "experts": moe}
+                        rows.append(run | {"step": str(end), "loss": f"{mean:.6f}"})
                         writer.writerow(rows[-1])
                     file.flush()
                     print(f"{dtype} seed {seed} {moe}: {rows[-1]['loss']}", flush=True)
