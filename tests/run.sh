@@ -44,12 +44,12 @@ for part in ${*:-unit problems scripts gates python}; do
     add "$name" "$BUILD/tests/$name"
   done ;;
   problems)
-    for list in ci edge presets; do
+    for list in ci edge exact presets; do
       add "problems_$list" "$BUILD/moeblas" check "@tests/problems/$list.txt"
     done
     add problems_random "$BUILD/moeblas" check --random 100 --seed 1
     add problems_bitwise "$BUILD/moeblas" check --bitwise @tests/problems/smoke.txt
-    add problems_mutated "$BUILD/moeblas" check --mutate @tests/problems/smoke.txt
+    add problems_mutated "$BUILD/moeblas" check --mutate @tests/problems/smoke.txt @tests/problems/exact.txt
     for isa in base avx2; do # the best one of the machine has had its turn
       [[ $isa == base ]] || grep -qw "$isa" /proc/cpuinfo || continue
       add "problems_$isa" env "MOE_CPU_ISA=$isa" "$BUILD/moeblas" check @tests/problems/ci.txt

@@ -241,7 +241,8 @@ static void compare_rows(const struct sample *s, const struct oracle *o, enum te
     const double left = sqrt(row_square(t, reference, shape, r));
     const double usual = id == T_LOSSES ? loss_usual(s, r, left) : row_usual(t, shape, r);
     const double relative = error > 0 ? sqrt(error) / fmax(fmax(left, floor), usual) : error;
-    if (relative > limit->row * few && relative <= TERM && excused-- > 0) continue;
+    const bool one_term = sqrt(error) <= TERM * fmax(left, floor);
+    if (relative > limit->row * few && one_term && excused-- > 0) continue;
     verdict_measure(v, id, r, relative, limit->row * few, t->staged ? "staged" : "ideal");
   }
 }

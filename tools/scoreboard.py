@@ -108,6 +108,12 @@ def record(name: str, figure: str, command: str) -> None:
         writer.writerows([key, *answers[key]] for key in sorted(answers))
 
 
+def both(one: Answer, other: Answer) -> Answer:
+    """Two answers of one row; as old as the older."""
+    older = min(one, other, key=lambda answer: answer.date)
+    return Answer(f"{one.figure}; {other.figure}", f"{one.command}; {other.command}", older.date, older.commit)
+
+
 def of_file(path: str, figure: str, command: str) -> Answer:
     """An answer that a committed file holds."""
     date, commit = (git("log", "-1", "--format=%cs %h", "--", path) or "uncommitted uncommitted").split()
@@ -187,7 +193,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.record:
         record(*options.record)
-    answers = recorded() | derived()
+    by_hand, answers = recorded(), derived()
+    answers = {name: both(answers[name], answer) if name in answers else answer for name, answer in by_hand.items()} | {
+        name: answer for name, answer in answers.items() if name not in by_hand}
     PAGE.write_text(HEADER + table(answers), encoding="utf-8")
     for name, item, aim in ROWS:
         if item is None:
