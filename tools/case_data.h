@@ -3,19 +3,14 @@
 #pragma once
 
 #include "case.h"
-
-static inline uint64_t mix(uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
+#include "random.h"
 
 static inline uint64_t stream(const struct sample *s, int id) {
-  return mix(s->problem.seed * 64 + (uint64_t)id + 1);
+  return random_mix(s->problem.seed * 64 + (uint64_t)id + 1);
 }
 
 static inline uint64_t word(uint64_t stream, int64_t n) {
-  return mix(stream + (uint64_t)n * 0x9e3779b97f4a7c15u);
+  return random_mix(stream + (uint64_t)n * RANDOM_STEP);
 }
 
 /* k distinct experts, drawn by their shares; slots beyond E repeat. `t` is the number of the draw. */

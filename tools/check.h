@@ -28,9 +28,8 @@ struct verdict {
 struct check_limit {
   moe_dtype dtype;
   double row; /* of a row, relative: against ideal for fp32, else against staged */
-  double
-      factor; /* whole tensor, not for fp32: error to ideal <= factor * (staged to ideal) + rest + row / (4 sqrt(rows)) */
-  double rest;
+  /* Whole tensor of n terms, not for fp32: error to ideal <= (factor + 2/sqrt(n)) (staged to ideal) + rest + row/2/sqrt(n) */
+  double factor, rest;
   double normal; /* the smallest normal number, below which spacings shrink no more; 0: out of reach */
 };
 const struct check_limit *check_limit_of(moe_dtype dtype);
@@ -54,7 +53,10 @@ struct oracle;
 int64_t check_kinks(const moe_config *config, const struct oracle *ideal);
 /* Compares the results of `run` with the oracle on the data of `truth` (check_compare.c). */
 void check_compare(const struct sample *truth, const struct run *run, struct verdict *verdict);
-/* The same for an exact problem, to the bit (check_exact.c). */
+/* Equal numbers, one by one; either may be absent (check_compare.c). */
+void check_integers(const struct run *run, enum tensor id, const int32_t *wanted, int64_t count,
+                    struct verdict *verdict);
+/* The same as check_compare for an exact problem, to the bit (check_exact.c). */
 void check_exact(const struct sample *truth, const struct run *run, struct verdict *verdict);
 /* Equal bits of what must be equal (check_bits.c). */
 void check_bitwise(moe_context *ctx, const struct sample *sample, struct verdict *verdict);

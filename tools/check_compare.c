@@ -104,11 +104,12 @@ static bool check_drops(const struct sample *s, const struct run *run, const str
   return done;
 }
 
-static void check_integers(const char *name, const int32_t *found, const int32_t *wanted, int64_t count,
-                           struct verdict *v) {
+void check_integers(const struct run *run, enum tensor id, const int32_t *wanted, int64_t count,
+                    struct verdict *v) {
+  const int32_t *found = run_data(run, id);
   for (int64_t i = 0; found && wanted && i < count; i++)
     if (found[i] != wanted[i])
-      verdict_fail(v, "%s[%lld] = %d, the oracle has %d", name, (long long)i, found[i], wanted[i]);
+      verdict_fail(v, "%s[%lld] = %d, the oracle has %d", tensor_name(id), (long long)i, found[i], wanted[i]);
 }
 
 static void check_global_counts(const struct sample *s, const struct run *run, const struct oracle *o,
@@ -323,8 +324,8 @@ static void compare_all(const struct sample *s, const struct run *run, struct re
   }
   const int64_t kinks = check_kinks(&p->config, &r->ideal);
   check_keys(s, run, r->ideal.keys, v);
-  check_integers("slot_row", run_data(run, T_SLOT_ROW), r->ideal.row_of_slot, p->tokens * p->config.topk, v);
-  check_integers("counts", run_data(run, T_COUNTS), r->ideal.counts, p->config.experts, v);
+  check_integers(run, T_SLOT_ROW, r->ideal.row_of_slot, p->tokens * p->config.topk, v);
+  check_integers(run, T_COUNTS, r->ideal.counts, p->config.experts, v);
   check_global_counts(s, run, &r->ideal, v);
   for (int id = T_INPUTS; id < T_RESULTS; id++) compare_tensor(s, run, r, kinks, (enum tensor)id, v);
 }

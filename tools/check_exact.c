@@ -56,13 +56,6 @@ static bool is_exact(const struct sample *s, const struct reference *r, struct v
   return true;
 }
 
-static void compare_integers(enum tensor id, const int32_t *found, const int32_t *wanted, int64_t count,
-                             struct verdict *v) {
-  for (int64_t i = 0; found && i < count; i++)
-    if (found[i] != wanted[i])
-      verdict_fail(v, "%s[%lld] = %d, exactly it is %d", tensor_name(id), (long long)i, found[i], wanted[i]);
-}
-
 /* Equal as numbers: the sign of a zero depends on the order of a sum. */
 static void compare_numbers(const struct sample *s, const struct run *run, const double *wanted,
                             enum tensor id, struct verdict *v) {
@@ -88,9 +81,9 @@ void check_exact(const struct sample *truth, const struct run *run, struct verdi
     v->broken = true;
   } else if (is_exact(truth, &r, v)) {
     const int64_t slots = p->tokens * p->config.topk;
-    compare_integers(T_TOPK_IDS, run_data(run, T_TOPK_IDS), r.staged.ids, slots, v);
-    compare_integers(T_SLOT_ROW, run_data(run, T_SLOT_ROW), r.staged.row_of_slot, slots, v);
-    compare_integers(T_COUNTS, run_data(run, T_COUNTS), r.staged.counts, p->config.experts, v);
+    check_integers(run, T_TOPK_IDS, r.staged.ids, slots, v);
+    check_integers(run, T_SLOT_ROW, r.staged.row_of_slot, slots, v);
+    check_integers(run, T_COUNTS, r.staged.counts, p->config.experts, v);
     for (int id = T_INPUTS; id < T_RESULTS; id++)
       compare_numbers(truth, run, oracle_tensor(&r.staged, (enum tensor)id), (enum tensor)id, v);
   }

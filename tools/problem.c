@@ -160,7 +160,8 @@ static bool check_rules(const struct problem *p, struct reply *reply) {
   if (!c->act.gated && (c->act.layout || c->act.up_beta > 0 || c->act.up_offset > 0))
     return problem_refuse(reply, "layout, up_beta, offset: speak of the up half, but %s is not gated",
                           moe_activation_name(c->act.kind, 0));
-  if (p->exact && inexact(p)) return problem_refuse(reply, "exact: %s", inexact(p));
+  const char *const reason = p->exact ? inexact(p) : NULL;
+  if (reason) return problem_refuse(reply, "exact: %s", reason);
   if (p->accumulate && !p->backward) return problem_refuse(reply, "accumulate: wants bwd");
   if (problem_bytes(p) > (int64_t)1 << 40)
     return problem_refuse(reply, "t, h, f, e, k: the tensors are %lld bytes together, wants at most 2^40",

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "cli.h"
+#include "random.h"
 
 /* ---- reading --------------------------------------------------------------------------------------------------- */
 
@@ -93,10 +94,8 @@ struct draw {
 };
 
 static uint64_t next(struct draw *d) {
-  uint64_t z = (d->state += 0x9e3779b97f4a7c15u);
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
+  d->state += RANDOM_STEP;
+  return random_mix(d->state);
 }
 
 static int64_t below(struct draw *d, int64_t n) { return (int64_t)(next(d) % (uint64_t)n); }
@@ -114,6 +113,12 @@ __attribute__((format(printf, 2, 3))) static void say(struct draw *d, const char
 #define PICK_SIZE(d, ...) \
   ((const int64_t[]){__VA_ARGS__}[below(d, sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t))])
 
+static void say_layout(struct draw *d, bool eights) {
+  say(d, "%s",
+      eights && one_in(d, 2) ? " layout=interleaved:8"
+                             : PICK(d, "", "", " layout=up_first", " layout=interleaved"));
+}
+
 /* Those whose values are known at some points; only the piecewise ones may be clamped anywhere. */
 static void say_exact_activation(struct draw *d, bool eights) {
   const bool piecewise = one_in(d, 2);
@@ -124,10 +129,7 @@ static void say_exact_activation(struct draw *d, bool eights) {
     say(d, " %s",
         gated ? PICK(d, "swiglu", "geglu", "geglu_tanh", "quick_geglu")
               : PICK(d, "silu", "gelu", "gelu_tanh", "quick_gelu"));
-  if (gated)
-    say(d, "%s",
-        eights && one_in(d, 2) ? " layout=interleaved:8"
-                               : PICK(d, "", "", " layout=up_first", " layout=interleaved"));
+  if (gated) say_layout(d, eights);
   if (piecewise && one_in(d, 4)) say(d, " limit=%s", PICK(d, "0.5", "1", "2"));
 }
 
@@ -140,9 +142,7 @@ static void say_activation(struct draw *d, bool eights) {
   } else {
     say(d, " %s",
         PICK(d, "swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu", "reglu2", "situ", "swigluoai"));
-    say(d, "%s",
-        eights && one_in(d, 2) ? " layout=interleaved:8"
-                               : PICK(d, "", "", " layout=up_first", " layout=interleaved"));
+    say_layout(d, eights);
   }
   if (!d->exact && one_in(d, 4)) say(d, " limit=%s", PICK(d, "0.5", "2", "7"));
 }
@@ -206,7 +206,7 @@ static void say_extras(struct draw *d, bool rows) {
 }
 
 static void draw_problem(struct problem *problem, uint64_t seed, uint64_t n, bool exact) {
-  struct draw d = {.state = seed * 0x9e3779b97f4a7c15u + n * 0xd1342543de82ef95u, .exact = exact};
+  struct draw d = {.state = seed * RANDOM_STEP + n * 0xd1342543de82ef95u, .exact = exact};
   char error[PROBLEM_ERROR];
   const bool rows = one_in(&d, 8);
   const int64_t tokens = PICK_SIZE(&d, 0, 1, 2, 7, 16, 33, 64),

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-#include "random.h"
+#include "../random.h"
 
 static void copy_window(const uint8_t *from, int64_t length, uint8_t *input, uint8_t *target) {
   memcpy(input, from, (size_t)length);

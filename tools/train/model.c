@@ -13,7 +13,7 @@
 
 #include "model_parts.h"
 #include "moeblas_ops.h"
-#include "random.h"
+#include "../random.h"
 #include "text.h"
 
 #define ALIGN 64 /* bytes; the library asks for 16 */

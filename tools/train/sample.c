@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-#include "random.h"
+#include "../random.h"
 #include "text.h"
 
 #define TEMPERATURE 0.7
