@@ -193,9 +193,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.record:
         record(*options.record)
-    by_hand, answers = recorded(), derived()
-    answers = {name: both(answers[name], answer) if name in answers else answer for name, answer in by_hand.items()} | {
-        name: answer for name, answer in answers.items() if name not in by_hand}
+    answers = recorded()
+    for name, answer in derived().items():
+        answers[name] = both(answer, answers[name]) if name in answers else answer
     PAGE.write_text(HEADER + table(answers), encoding="utf-8")
     for name, item, aim in ROWS:
         if item is None:
