@@ -231,7 +231,8 @@ typedef struct moe_plan moe_plan;
 typedef struct CUstream_st *moe_stream; /* a cudaStream_t; NULL for the CPU */
 
 /* A back end on one device. `device`: CUDA ordinal; for the CPU the number of threads, 0: all that OpenMP offers.
- * UNSUPPORTED if the back end is not in this build or finds no device. Destroy after its plans. */
+ * UNSUPPORTED if the back end is not in this build or finds no device. Destroy after its plans. Not across fork: a device's context is
+ * lost in the child, and OpenMP's threads do not follow, so that a call of several threads may wait for ever there. */
 moe_status moe_context_create(moe_context **out, moe_backend backend, int device);
 void moe_context_destroy(moe_context *ctx); /* NULL is fine */
 moe_backend moe_context_backend(const moe_context *ctx);

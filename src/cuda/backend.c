@@ -34,10 +34,10 @@ static moe_status open_cuda(moe_context *ctx, int device) {
   return status;
 }
 
+/* Opening the context has loaded everything. */
 static moe_status warmup(moe_context *ctx, const moe_config *config, moe_stream stream) {
   (void)config, (void)stream;
-  TRY(moe_cuda_enter("warmup", ctx));
-  return load_kernels();
+  return moe_cuda_enter("warmup", ctx);
 }
 
 /* ---- which product: the tensor cores where they can, else the general kernel -------------------------------------- */

@@ -1,16 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The instances of gemm.def as the host sees them. */
+ * The instances of gemm.def as the host sees them: a table for each file that compiles some. */
 #pragma once
 
 #include <stddef.h>
 
 struct gemm_instance {
   const void *kernel;
-  int bn;
+  int epilogue; /* of gemm.cuh */
+  int bn, threads;
   bool kn;
   size_t shared_bytes;
 };
+struct gemm_table {
+  const gemm_instance *rows;
+  int count;
+};
 
-const gemm_instance *moe_cuda_gemm_store(int bn, bool kn);
-const gemm_instance *moe_cuda_gemm_act(int bn, bool kn);
-const gemm_instance *moe_cuda_gemm_dact(int bn, bool kn);
+gemm_table moe_cuda_gemm_store(void);
+gemm_table moe_cuda_gemm_act(void);
+gemm_table moe_cuda_gemm_dact(void);

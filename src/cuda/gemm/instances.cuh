@@ -6,14 +6,15 @@
 #include "host.h"
 
 static const gemm_instance instances[] = {
-#define GEMM(EPILOGUE, BN, STAGES, KN) \
-  {(const void *)gemm_kernel<BN, STAGES, EPILOGUE, KN>, BN, KN, sizeof(gemm_shared<BN, STAGES, EPILOGUE>)},
+#define GEMM(EPILOGUE, BN, STAGES, KN)                  \
+  {(const void *)gemm_kernel<BN, STAGES, EPILOGUE, KN>, \
+   EPILOGUE,                                            \
+   BN,                                                  \
+   gemm_roles<BN>::threads,                             \
+   KN,                                                  \
+   sizeof(gemm_shared<BN, STAGES, EPILOGUE>)},
 #include "gemm.def"
 #undef GEMM
 };
 
-static const gemm_instance *find_instance(int bn, bool kn) {
-  for (const gemm_instance &instance : instances)
-    if (instance.bn == bn && instance.kn == kn) return &instance;
-  return nullptr;
-}
+static gemm_table table() { return {instances, (int)(sizeof instances / sizeof *instances)}; }

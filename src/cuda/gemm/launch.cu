@@ -27,25 +27,29 @@ static bool gated_halves(const moe_act_desc *act) {
   return act->gated && act->layout != MOE_LAYOUT_INTERLEAVED;
 }
 
-/* The tile whose columns take the least time: what a column tile of each width costs, in hundredths of a microsecond a stage,
- * with A in order and with A gathered (docs/log/gemm.md). The N-contiguous boxes of a gated pair in halves are 64 wide, which 192
- * does not allow. */
-static int tile_width(const moe_gemm_args *args) {
-  const int64_t narrow = CEIL_DIV(args->n, 128);
-  switch (args->epilogue) {
-  case MOE_EPILOGUE_ACT: return CEIL_DIV(args->n, 256) * 78 <= narrow * 69 ? 256 : 128;
-  case MOE_EPILOGUE_DACT: return CEIL_DIV(args->n, 192) * 70 <= narrow * 69 ? 192 : 128;
-  default: return CEIL_DIV(args->n, 192) * 56 <= narrow * 45 ? 192 : 128;
-  }
-}
+/* Microseconds: a stage of a tile, and what passes between two tiles (docs/log/gemm.md). */
+static double stage_time(int bn) { return bn == 256 ? 0.68 : bn == 192 ? 0.53 : 0.37; }
+static const double BETWEEN_TILES = 0.35;
 
+/* The instance that takes the least time for the columns. A gated pair in halves has N-contiguous boxes 64 wide, which a tile of
+ * 192 would not allow; there is none. */
 static const gemm_instance *instance_of(const moe_gemm_args *args) {
-  const int bn = tile_width(args);
-  switch (args->epilogue) {
-  case MOE_EPILOGUE_ACT: return moe_cuda_gemm_act(bn, args->b_kn);
-  case MOE_EPILOGUE_DACT: return moe_cuda_gemm_dact(bn, args->b_kn);
-  default: return moe_cuda_gemm_store(bn, args->b_kn);
-  }
+  const gemm_table tables[] = {moe_cuda_gemm_store(), moe_cuda_gemm_act(), moe_cuda_gemm_dact()};
+  const bool rounded = args->d_dtype == MOE_BF16 && !args->accumulate;
+  const int epilogue = args->epilogue == MOE_EPILOGUE_STORE && !rounded ? STORE_NUMBERS : (int)args->epilogue;
+  const gemm_instance *best = nullptr;
+  double least = INFINITY;
+  for (const gemm_table &table : tables)
+    for (int i = 0; i < table.count; i++) {
+      const gemm_instance &row = table.rows[i];
+      if (row.epilogue != epilogue || row.kn != args->b_kn) continue;
+      const double time =
+          CEIL_DIV(args->n, row.bn) * (CEIL_DIV(args->k, BK) * stage_time(row.bn) + BETWEEN_TILES);
+      if (time >= least) continue;
+      best = &row;
+      least = time;
+    }
+  return best;
 }
 
 /* bf16 operands, rows of whole 16-byte pieces, gate and up within a thread's reach. */
@@ -94,10 +98,6 @@ static moe_status make_map(const moe_context *ctx, const char *op, const void *b
 
 static moe_status gemm_maps(const moe_context *ctx, const moe_gemm_args *args, int box_rows, gemm_params *p) {
   const cuuint64_t n = args->n, k = args->k;
-#ifdef ROW_TMA
-  if (args->gather_topk > 0)
-    TRY(make_map(ctx, "gemm", args->a, k, args->rows / args->gather_topk, 0, 1, &p->a_map));
-#endif
   if (args->gather_topk == 0) TRY(make_map(ctx, "gemm", args->a, k, args->rows, 0, BM, &p->a_map));
   if (args->b_kn) return make_map(ctx, "gemm", args->b, n, k, args->experts, BK, &p->b_map);
   return make_map(ctx, "gemm", args->b, k, n, args->experts, box_rows, &p->b_map);
@@ -134,11 +134,21 @@ static gemm_params params_of(const moe_gemm_args *args, int bn) {
   p.act_level = level_of(args->act);
   const bool pair = args->epilogue == MOE_EPILOGUE_ACT && args->act->gated;
   p.inter = (int)(pair ? args->n / 2 : args->n);
-  p.up_distance = (int)moe_up_distance(args->act, p.inter);
-  if (pair && gated_halves(args->act)) {
+  if (!args->act->gated) {
+    p.h_width = p.inter;
+    return p;
+  }
+  const bool halves = gated_halves(args->act);
+  p.h_width = 2 * p.inter;
+  p.in_pairs = !halves && args->act->interleave == 1;
+  p.h_shift = !halves;
+  p.gate_column = (int)moe_gate_column(args->act, p.inter, 0);
+  p.h_up = p.in_pairs ? 8 : (int)moe_up_distance(args->act, p.inter);
+  p.tile_up = halves ? bn / 2 : p.h_up;
+  if (pair && halves) {
     p.halves = 2;
-    p.half_row[0] = (int)moe_gate_column(args->act, p.inter, 0);
-    p.half_row[1] = p.half_row[0] + p.up_distance;
+    p.half_row[0] = p.gate_column;
+    p.half_row[1] = p.gate_column + p.h_up;
     p.column_tiles = (int)CEIL_DIV(p.inter, bn / 2);
   }
   return p;
@@ -152,8 +162,8 @@ extern "C" moe_status moe_cuda_wgmma_gemm(moe_context *ctx, const moe_gemm_args 
   if (partial) p.partial = static_cast<float *>(args->scratch);
   TRY(gemm_maps(ctx, args, instance->bn / p.halves, &p));
   const int64_t tiles = tiles_of(args->rows, args->experts) * p.column_tiles;
-  const struct cuda_grid grid = {blocks_of(ctx, args->sm_limit, args->schedule, tiles), 1, 1, 384,
-                                 instance->shared_bytes + (size_t)args->experts * 4};
+  const struct cuda_grid grid = {blocks_of(ctx, args->sm_limit, args->schedule, tiles), 1, 1,
+                                 instance->threads, instance->shared_bytes + (size_t)args->experts * 4};
   TRY(moe_cuda_launch("gemm", instance->kernel, grid, &p, stream));
   return partial ? moe_cuda_finish_dweights(args, p.partial, p.column_tiles, stream) : MOE_OK;
 }
@@ -172,6 +182,22 @@ extern "C" bool moe_cuda_wgmma_wgrad_fits(const moe_wgrad_args *args) {
 extern "C" size_t moe_cuda_wgmma_wgrad_scratch(const moe_wgrad_args *args) {
   (void)args;
   return 0;
+}
+
+struct wgrad_instance {
+  const void *kernel;
+  int bn;
+  size_t shared_bytes;
+};
+#define WGRAD(BN, STAGES, FP32) \
+  { (const void *)wgrad_kernel<BN, STAGES, FP32>, BN, sizeof(wgrad_shared<BN, STAGES, FP32>) }
+static const wgrad_instance wgrad_instances[2][2] = {/* results are just rounded or not, N > 128 or not */
+                                                     {WGRAD(256, 3, false), WGRAD(128, 5, false)},
+                                                     {WGRAD(192, 3, true), WGRAD(128, 4, true)}};
+#undef WGRAD
+
+static const wgrad_instance *wgrad_instance_of(const moe_wgrad_args *args) {
+  return &wgrad_instances[args->d_dtype == MOE_FP32 || args->accumulate][args->n <= 128];
 }
 
 static moe_status operand(const moe_context *ctx, const moe_wgrad_args *args, const void *data,
@@ -199,22 +225,17 @@ extern "C" moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_arg
   p.d = args->d;
   p.d_fp32 = args->d_dtype == MOE_FP32;
   p.accumulate = args->accumulate;
-  const bool wide = args->n > 128;
-  const void *kernel = wide ? (const void *)wgrad_kernel<256, 4> : (const void *)wgrad_kernel<128, 4>;
-  const size_t shared = (wide ? sizeof(wgrad_shared<256, 4>) : sizeof(wgrad_shared<128, 4>));
-  const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, wide ? 256 : 128);
-  const struct cuda_grid grid = {blocks_of(ctx, args->sm_limit, args->schedule, tiles), 1, 1, 384, shared};
-  return moe_cuda_launch("wgrad", kernel, grid, &p, stream);
+  const wgrad_instance *instance = wgrad_instance_of(args);
+  const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, instance->bn);
+  const struct cuda_grid grid = {blocks_of(ctx, args->sm_limit, args->schedule, tiles), 1, 1,
+                                 wgrad_roles::threads, instance->shared_bytes};
+  return moe_cuda_launch("wgrad", instance->kernel, grid, &p, stream);
 }
 
-static moe_status load(const gemm_instance *instance) { return moe_cuda_load(&instance->kernel, 1); }
-
 extern "C" moe_status moe_cuda_load_wgmma(void) {
-  const void *const wgrad[] = {(const void *)wgrad_kernel<256, 4>, (const void *)wgrad_kernel<128, 4>};
-  for (int i = 0; i < 4; i++) {
-    TRY(load(moe_cuda_gemm_store(i % 2 ? 128 : 192, i / 2)));
-    TRY(load(moe_cuda_gemm_act(i % 2 ? 128 : 256, i / 2)));
-    TRY(load(moe_cuda_gemm_dact(i % 2 ? 128 : 192, i / 2)));
-  }
-  return moe_cuda_load(wgrad, 2);
+  const gemm_table tables[] = {moe_cuda_gemm_store(), moe_cuda_gemm_act(), moe_cuda_gemm_dact()};
+  for (const gemm_table &table : tables)
+    for (int i = 0; i < table.count; i++) TRY(moe_cuda_load(&table.rows[i].kernel, 1));
+  for (int i = 0; i < 4; i++) TRY(moe_cuda_load(&wgrad_instances[i / 2][i % 2].kernel, 1));
+  return MOE_OK;
 }

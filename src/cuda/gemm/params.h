@@ -19,7 +19,6 @@ struct gemm_params {
   int column_tiles;
   int halves; /* 2: a tile is BN/2 columns of gate and the BN/2 of up that belong to them; 1: BN columns in a row */
   int half_row[2]; /* where the rows of B of the halves begin */
-  int up_distance; /* of columns of h from a gate element to its up element; used with halves = 2 and DACT */
   const float *weights;
   const __nv_bfloat16 *bias;
   void *d;
@@ -27,6 +26,12 @@ struct gemm_params {
   moe_act_desc act;
   int act_level; /* PLAIN, CLAMPED or SOFT of epilogue.cuh */
   int inter;
+  int h_width;     /* of h and dh */
+  int in_pairs;    /* gate and up of an element are beside each other */
+  int gate_column; /* of h, of element 0 where gates are all before or after ups */
+  int h_shift;     /* element f is 2 f columns from there, and of a tile of h, or f */
+  int h_up,
+      tile_up; /* a piece of 8 ups is that many columns after the one of their gates, in h and in a tile of h */
   __nv_bfloat16 *h;
   __nv_bfloat16 *dh;
   float *partial; /* DACT: [rows, column_tiles] sums of acc * a, or NULL */

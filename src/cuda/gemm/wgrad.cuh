@@ -3,10 +3,11 @@
  * Grouped product, contraction over the rows of an expert:  D[e][m,n] = sum over r of A[srca(r),m] B[srcb(r),n].
  *
  *   rows of e  ┌ A: 64 x BM ┐      one block = one BM x BN tile of one expert at a time, walked persistently
- *   (K)        └            ┘      warpgroup 0     producer: 64 rows of A and of B a stage; an operand that is gathered by
- *              ┌ B: 64 x BN ┐                      16-byte cp.async, one that is not by TMA
- *              └            ┘      warpgroup 1, 2  consumers: 64 of the BM lines of D each, wgmma 64 x BN x 16 on operands whose
- *                                                  contiguous dimension is M and N
+ *   (K)        └            ┘      producer   64 rows of A and of B a stage; an operand that is gathered by 16-byte cp.async, one
+ *              ┌ B: 64 x BN ┐                 that is not by TMA
+ *              └            ┘      consumers  two warpgroups of 64 of the BM lines of D each, wgmma on operands whose contiguous
+ *                                             dimension is M and N
+ *                                  epilogue   as in gemm.cuh
  * Invariants   rows past the expert's end are zero in both operands (the last stage is loaded by cp.async), so that what a
  *              neighbour holds, NaN too, cannot matter; one chain of accumulation over ascending rows. An expert without rows
  *              gives 0, or leaves D when accumulating.
@@ -15,6 +16,9 @@
 #pragma once
 
 #include "gemm.cuh"
+
+/* Rows are gathered by as many threads as there can be: they, not the width of an instruction, limit this product. */
+typedef roles<false> wgrad_roles;
 
 struct wgrad_operand {
   CUtensorMap map; /* used where the rows are not gathered */
@@ -34,16 +38,17 @@ struct wgrad_params {
   int d_fp32, accumulate;
 };
 
-template <int BN, int STAGES> struct wgrad_shared {
+template <int BN, int STAGES, bool FP32> struct wgrad_shared {
   bf16 a[STAGES][BM * BK];
   bf16 b[STAGES][BN * BK];
-  warp_staging<STORE> staging[CONSUMERS * GROUP_WARPS];
+  result_tile<typename result_type<FP32>::of, BN> result;
   uint64_t full[STAGES];
   uint64_t empty[STAGES];
+  handover over;
 };
 
 struct wgrad_tile {
-  int expert, row0, row1, m0, n0, column;
+  int expert, row0, row1, m0, n0;
 };
 
 template <int BN> __device__ __forceinline__ wgrad_tile wgrad_place(const wgrad_params &p, int tile) {
@@ -51,12 +56,12 @@ template <int BN> __device__ __forceinline__ wgrad_tile wgrad_place(const wgrad_
   const int local = tile % (lines * columns), expert = tile / (lines * columns);
   const int begin = clamped_offset(p.row_offset, expert, p.rows),
             end = clamped_offset(p.row_offset, expert + 1, p.rows);
-  return {expert, begin, max(begin, end), local % lines * BM, local / lines * BN, local / lines};
+  return {expert, begin, max(begin, end), local % lines * BM, local / lines * BN};
 }
 
-/* Rows of one operand for one stage: 16-byte chunk t % 8 of every 64 columns of rows t / 8 + 16 j for thread t. `whole`: all rows
- * are the expert's. An address is one multiply-add: this loop decides how fast rows can be gathered. */
-template <int COLUMNS>
+/* Rows of one operand for one stage: 16-byte chunk t % 8 of every 64 columns of rows t / 8 + LINES j for thread t of 8 LINES. `whole`:
+ * all rows are the expert's. An address is one multiply-add: this loop decides how fast rows can be gathered. */
+template <int COLUMNS, int LINES>
 __device__ __forceinline__ void copy_rows(bf16 *stage, const wgrad_operand &o, const int *source_row,
                                           int row0, int row1, int column0, bool whole) {
   const int chunk = threadIdx.x % 8, line = threadIdx.x / 8, column = column0 + chunk * 8;
@@ -64,13 +69,14 @@ __device__ __forceinline__ void copy_rows(bf16 *stage, const wgrad_operand &o, c
   const uint32_t stride_bytes = (uint32_t)o.columns * 2;
   const char *base = reinterpret_cast<const char *>(o.data + column);
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const int row = row0 + line + 16 * j;
+  for (int j = 0; j < BK / LINES; j++) {
+    const int row = row0 + line + LINES * j;
     const bool mine = whole || row < row1;
     const char *source = base + (uint64_t)(uint32_t)(o.gathered ? source_row[j] : row) * stride_bytes;
 #pragma unroll
     for (int box = 0; box < COLUMNS / 64; box++)
-      cp_async_16(dst + j * 2048 + box * 8192, source + box * 128, mine && column + box * 64 < o.columns);
+      cp_async_16(dst + j * LINES * 128 + box * 8192, source + box * 128,
+                  mine && column + box * 64 < o.columns);
   }
 }
 
@@ -82,27 +88,29 @@ __device__ __forceinline__ void copy_boxes(bf16 *stage, const wgrad_operand &o, 
     tma_load_2d(stage + block * BK, &o.map, barrier, column0 + block, row0);
 }
 
-/* Rows of the gathered operand for rows row0 + t / 8 + 16 j. */
+/* Rows of the gathered operand for rows row0 + t / 8 + LINES j. */
+template <int LINES>
 __device__ __forceinline__ void source_rows(const wgrad_params &p, int row0, int row1, int *source) {
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const int row = row0 + (int)threadIdx.x / 8 + 16 * j;
+  for (int j = 0; j < BK / LINES; j++) {
+    const int row = row0 + (int)threadIdx.x / 8 + LINES * j;
     source[j] = row < row1 && p.row_slot ? p.row_slot[row] : row;
     if (p.magic) source[j] = (int)(__umulhi((uint32_t)source[j], p.magic) >> p.shift);
   }
 }
 
-template <int BN, int STAGES>
-__device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES> &s, const wgrad_params &p,
+template <int BN, int STAGES, bool FP32>
+__device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES, FP32> &s, const wgrad_params &p,
                                                int tiles) {
+  constexpr int LINES = wgrad_roles::loaders / 8, ROWS = BK / LINES;
   ring at = {0, 1};
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const wgrad_tile place = wgrad_place<BN>(p, tile);
-    int source[4];
-    source_rows(p, place.row0, place.row1, source);
+    int source[ROWS];
+    source_rows<LINES>(p, place.row0, place.row1, source);
     for (int row0 = place.row0; row0 < place.row1; row0 += BK, at.advance<STAGES>()) {
-      int next[4]; /* asked for before this stage is waited for */
-      source_rows(p, row0 + BK, place.row1, next);
+      int next[ROWS]; /* asked for before this stage is waited for */
+      source_rows<LINES>(p, row0 + BK, place.row1, next);
       const bool whole = row0 + BK <= place.row1, bulk_a = whole && !p.a.gathered,
                  bulk_b = whole && !p.b.gathered;
       mbarrier_wait(&s.empty[at.stage], at.phase);
@@ -112,82 +120,105 @@ __device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES> &s, cons
         if (bulk_b) copy_boxes<BN>(s.b[at.stage], p.b, &s.full[at.stage], row0, place.n0);
       }
       if (whole) {
-        if (!bulk_a) copy_rows<BM>(s.a[at.stage], p.a, source, row0, place.row1, place.m0, true);
-        if (!bulk_b) copy_rows<BN>(s.b[at.stage], p.b, source, row0, place.row1, place.n0, true);
+        if (!bulk_a) copy_rows<BM, LINES>(s.a[at.stage], p.a, source, row0, place.row1, place.m0, true);
+        if (!bulk_b) copy_rows<BN, LINES>(s.b[at.stage], p.b, source, row0, place.row1, place.n0, true);
       } else {
-        copy_rows<BM>(s.a[at.stage], p.a, source, row0, place.row1, place.m0, false);
-        copy_rows<BN>(s.b[at.stage], p.b, source, row0, place.row1, place.n0, false);
+        copy_rows<BM, LINES>(s.a[at.stage], p.a, source, row0, place.row1, place.m0, false);
+        copy_rows<BN, LINES>(s.b[at.stage], p.b, source, row0, place.row1, place.n0, false);
       }
       mbarrier_arrive_cp_async(&s.full[at.stage]);
 #pragma unroll
-      for (int j = 0; j < 4; j++) source[j] = next[j];
+      for (int j = 0; j < ROWS; j++) source[j] = next[j];
     }
   }
 }
 
-template <int BN, int STAGES>
-__device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES> &s, const wgrad_params &p,
+template <int BN, int STAGES, bool FP32>
+__device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES, FP32> &s, const wgrad_params &p,
                                                int tiles) {
-  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - GROUP_WARPS, lane = threadIdx.x % 32;
+  const int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
   ring at = {0, 0};
+  uint32_t round = 1;
   float acc[BN / 2];
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const wgrad_tile place = wgrad_place<BN>(p, tile);
     const int blocks = (place.row1 - place.row0 + BK - 1) / BK;
-    if (blocks == 0) {
-      if (p.accumulate) continue;
-#pragma unroll
-      for (int i = 0; i < BN / 2; i++) acc[i] = 0;
-    }
-    int held = 0;
+    if (blocks == 0 && p.accumulate) continue;
+    int held = -1;
     for (int block = 0; block < blocks; block++, at.advance<STAGES>()) {
+      if (held >= 0 && !mbarrier_test(&s.full[at.stage], at.phase)) {
+        wgmma_wait<0>();
+        if (lane == 0) mbarrier_arrive(&s.empty[held]);
+        held = -1;
+      }
       mbarrier_wait(&s.full[at.stage], at.phase);
       fence_async_shared(); /* a gathered operand was written by ordinary (cp.async) accesses */
-      const uint64_t da = wgmma_descriptor(smem_address(s.a[at.stage] + group * 64 * BK), 1024, 8192);
-      const uint64_t db = wgmma_descriptor(smem_address(s.b[at.stage]), 1024, 8192);
       wgmma_fence();
-#pragma unroll
-      for (int kk = 0; kk < 4; kk++)
-        wgmma<BN, 1, 1>::run(acc, da + kk * 128, db + kk * 128, block > 0 || kk > 0);
+      multiply<BN, BN == 256 ? 128 : BN, true, true>(acc, s.a[at.stage] + group * 64 * BK, s.b[at.stage],
+                                                     block > 0);
       wgmma_commit();
       wgmma_wait<1>();
-      if (block > 0 && lane == 0) mbarrier_arrive(&s.empty[held]);
+      if (held >= 0 && lane == 0) mbarrier_arrive(&s.empty[held]);
       held = at.stage;
     }
     wgmma_wait<0>();
-    if (blocks > 0 && lane == 0) mbarrier_arrive(&s.empty[held]);
-    const int m = p.a.columns, n = p.b.columns;
-    const int64_t base = (int64_t)place.expert * m * n;
-    void *d =
-        p.d_fp32 ? (void *)(static_cast<float *>(p.d) + base) : (void *)(static_cast<bf16 *>(p.d) + base);
-    const warp_tile w = {s.staging[warp].h[0], nullptr, nullptr, lane, place.m0 + warp * 16, m};
-    if (w.row0 >= m) continue;
-#pragma unroll 1
-    for (int step = 0; step < BN / 64 && place.n0 + step * 64 < n; step++)
-      store_step<BN / 64>(acc, w, {d, n, p.d_fp32 != 0, p.accumulate != 0}, step, place.n0 + step * 64,
-                          nullptr, {{1, 1}});
+    if (held >= 0 && lane == 0) mbarrier_arrive(&s.empty[held]);
+    mbarrier_wait(&s.over.taken, round);
+    const float nothing[BN / 2] = {};
+    const int line0 = (threadIdx.x / 32 - GROUP_WARPS) * 16;
+    if (blocks > 0)
+      deliver<false>(acc, s.result, line0, {});
+    else
+      deliver<false>(nothing, s.result, line0, {});
+    hand_over(&s.over.ready);
+    round ^= 1;
   }
 }
 
-template <int BN, int STAGES>
-__global__ void __launch_bounds__(384, 1) wgrad_kernel(const __grid_constant__ wgrad_params p) {
+template <int BN, int STAGES, bool FP32>
+__device__ __forceinline__ void wgrad_epilogue(wgrad_shared<BN, STAGES, FP32> &s, const wgrad_params &p,
+                                               int tiles) {
+  const int m = p.a.columns, n = p.b.columns;
+  uint32_t round = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const wgrad_tile place = wgrad_place<BN>(p, tile);
+    if (p.accumulate && place.row0 == place.row1) continue;
+    mbarrier_wait(&s.over.ready, round);
+#pragma unroll 1
+    for (int band = threadIdx.x / 32 - wgrad_roles::first_storer; band < BANDS; band += wgrad_roles::storers)
+      store_result(s.result,
+                   {p.d, n, p.d_fp32 != 0, p.accumulate != 0, (int64_t)place.expert * m + place.m0,
+                    m - place.m0, place.n0},
+                   band);
+    hand_over(&s.over.taken);
+    round ^= 1;
+  }
+}
+
+template <int BN, int STAGES, bool FP32>
+__global__ void __launch_bounds__(wgrad_roles::threads, 1)
+    wgrad_kernel(const __grid_constant__ wgrad_params p) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  auto &s = *reinterpret_cast<wgrad_shared<BN, STAGES> *>(raw);
+  auto &s = *reinterpret_cast<wgrad_shared<BN, STAGES, FP32> *>(raw);
   if (threadIdx.x == 0) {
     if (smem_address(raw) % 1024 != 0) __trap(); /* the swizzle counts from there */
     for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(&s.full[i], 128 + 1);
+      mbarrier_init(&s.full[i], wgrad_roles::loaders + 1);
       mbarrier_init(&s.empty[i], CONSUMERS * GROUP_WARPS);
     }
+    handover_init(s.over, wgrad_roles::storers);
     fence_barrier_init();
   }
   __syncthreads();
   const int tiles = p.experts * ((p.a.columns + BM - 1) / BM) * ((p.b.columns + BN - 1) / BN);
-  if (threadIdx.x < 128) {
+  if (wgrad_roles::loads()) {
     registers_shrink<72>();
-    wgrad_producer<BN, STAGES>(s, p, tiles);
+    wgrad_producer(s, p, tiles);
+  } else if (wgrad_roles::consumes()) {
+    registers_grow<168>();
+    wgrad_consumer(s, p, tiles);
   } else {
-    registers_grow<216>();
-    wgrad_consumer<BN, STAGES>(s, p, tiles);
+    registers_shrink<104>();
+    wgrad_epilogue(s, p, tiles);
   }
 }

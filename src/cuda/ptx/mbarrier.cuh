@@ -49,3 +49,17 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t *barrier, uint32_t parity
                "r"(parity)
                : "memory");
 }
+
+/* Whether it has completed now. */
+__device__ __forceinline__ bool mbarrier_test(uint64_t *barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n"
+               ".reg .pred done;\n"
+               "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, done;\n"
+               "}"
+               : "=r"(done)
+               : "r"(smem_address(barrier)), "r"(parity)
+               : "memory");
+  return done != 0;
+}

@@ -11,12 +11,6 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void *src, bool 
                : "memory");
 }
 
-/* Closes the group of cp.async issued so far (9.7.8.22.4), and waits until at most PENDING groups are in flight (…22.5). */
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
 /* Orders this thread's ordinary shared-memory accesses with those of the async proxy (wgmma, bulk copies) (9.7.12.4). */
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -40,11 +34,12 @@ __device__ __forceinline__ void tma_prefetch(const void *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/* threadIdx.x, read where it stands (10.1): a value the compiler may not keep instead. */
-__device__ __forceinline__ int thread_index() {
-  int x;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-  return x;
+/* Four 8x8 matrices of 16-bit elements (9.7.14.5.16): lane l names the 16-byte row l % 8 of matrix l / 8 and has of each matrix
+ * elements 2 (l%4) and 2 (l%4) + 1 of row l / 4. All lanes of the warp. */
+__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(m[0]),
+               "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
 }
 
 /* Registers a thread of this warpgroup may use from here on (9.7.19.5). All warps of the warpgroup. */

@@ -1,8 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The activation and its gradient on the staged lines of a warp (epilogue.cuh, which includes this in its middle): 16 elements of 16
- * rows at a time, 4 pairs a lane, read, computed and written as three blocks of independent instructions. */
+ * The activation and its gradient on what a thread of the epilogue has: of each of ACT_ROWS rows 8 elements, a piece of h with their
+ * gates and one with their ups. The thread computes all of them as one block of independent instructions, for only these hide
+ * their latency where a scheduler has one warp that computes. */
 #pragma once
+
+#include "../../act.h"
+#include "../gemm/params.h"
+#include "result.cuh"
+
+enum {
+  ACT_ROWS = 2
+};
 
 /* How much of moe_act_desc there is to do beyond f(gate) * up, or f(h). */
 enum {
@@ -11,60 +20,44 @@ enum {
   SOFT
 };
 
-__device__ __forceinline__ float2 floats_of(uint32_t pair) {
-  return __bfloat1622float2(*reinterpret_cast<const bf16x2 *>(&pair));
-}
-__device__ __forceinline__ uint32_t pair_of(float x, float y) {
-  const bf16x2 pair = __floats2bfloat162_rn(x, y);
-  return *reinterpret_cast<const uint32_t *>(&pair);
-}
-
-/* Where the pairs of a lane lie in staged h, and how they are sorted into two of gate and two of up, and back. */
-struct pair_layout {
-  int up, column; /* elements from gate to up, staged columns an element takes at `gate` */
-  bool gated;
-  uint32_t first, second; /* byte selectors */
+/* Where a lane's pieces are: columns of h, and of a tile that holds h; both move by 64 << h_shift a step of 64 elements. */
+struct h_place {
+  int element; /* of the step's 64, the first */
+  int gate, up;
+  int tile_gate, tile_up;
 };
-__device__ __forceinline__ bool in_pairs(const gemm_params &p) {
-  return p.act.gated && p.act.layout == MOE_LAYOUT_INTERLEAVED && p.act.interleave == 1;
-}
-__device__ __forceinline__ pair_layout layout_of(const gemm_params &p) {
-  if (in_pairs(p)) return {2, 2, true, 0x5410, 0x7632};
-  return {32, 1, p.act.gated != 0, 0x3210, 0x7654};
+__device__ __forceinline__ h_place place_of_h(const gemm_params &p, int piece) {
+  const int f = piece * 8, inside = p.h_shift == 0 ? f : p.in_pairs ? 2 * f : f + (f & 32);
+  return {f, p.gate_column + inside, p.gate_column + inside + p.h_up, inside, inside + p.tile_up};
 }
 
-/* A lane has 8 pairs of a step: pair n is elements 8 (n/2) + 2 (l%4) of row l/4 + 8 (n%2). COUNT of them at once, from `first` on. */
-template <int COUNT> struct pairs { uint32_t gate[COUNT], up[COUNT]; };
-__device__ __forceinline__ bf16 *pair_at(const warp_tile &w, const pair_layout &l, int n) {
-  return w.h + (w.lane / 4 + n % 2 * 8) * STAGING_LINE + (n / 2 * 8 + w.lane % 4 * 2) * l.column;
+/* Pieces as they lie in h: gates and ups, or, where the two of an element are beside each other, the first and the last 4 elements. */
+struct h_pieces {
+  uint4 gate[ACT_ROWS], up[ACT_ROWS];
+};
+
+/* 8 elements by pairs. */
+struct pairs {
+  uint32_t gate[4], up[4];
+};
+__device__ __forceinline__ pairs sorted(const gemm_params &p, const uint4 &v, const uint4 &w) {
+  if (p.in_pairs)
+    return {{__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(w.x, w.y, 0x5410),
+             __byte_perm(w.z, w.w, 0x5410)},
+            {__byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632), __byte_perm(w.x, w.y, 0x7632),
+             __byte_perm(w.z, w.w, 0x7632)}};
+  return {{v.x, v.y, v.z, v.w}, {w.x, w.y, w.z, w.w}};
 }
-__device__ __forceinline__ float *da_at(const warp_tile &w, int n) {
-  return w.da + (w.lane / 4 + n % 2 * 8) * DA_LINE + n / 2 * 8 + w.lane % 4 * 2;
+__device__ __forceinline__ void unsorted(const gemm_params &p, const pairs &h, uint4 &v, uint4 &w) {
+  v = make_uint4(h.gate[0], h.gate[1], h.gate[2], h.gate[3]);
+  w = make_uint4(h.up[0], h.up[1], h.up[2], h.up[3]);
+  if (!p.in_pairs) return;
+  v = make_uint4(__byte_perm(h.gate[0], h.up[0], 0x5410), __byte_perm(h.gate[0], h.up[0], 0x7632),
+                 __byte_perm(h.gate[1], h.up[1], 0x5410), __byte_perm(h.gate[1], h.up[1], 0x7632));
+  w = make_uint4(__byte_perm(h.gate[2], h.up[2], 0x5410), __byte_perm(h.gate[2], h.up[2], 0x7632),
+                 __byte_perm(h.gate[3], h.up[3], 0x5410), __byte_perm(h.gate[3], h.up[3], 0x7632));
 }
-template <int COUNT>
-__device__ __forceinline__ pairs<COUNT> load_pairs(const warp_tile &w, const pair_layout &l, int first) {
-  pairs<COUNT> h;
-#pragma unroll
-  for (int q = 0; q < COUNT; q++) {
-    const bf16 *at = pair_at(w, l, first + q);
-    const uint32_t x = *reinterpret_cast<const uint32_t *>(at);
-    const uint32_t y =
-        l.gated ? *reinterpret_cast<const uint32_t *>(at + l.up) : 0x3f803f80; /* 1: up of what has none */
-    h.gate[q] = __byte_perm(x, y, l.first);
-    h.up[q] = __byte_perm(x, y, l.second);
-  }
-  return h;
-}
-template <int COUNT>
-__device__ __forceinline__ void store_pairs(const warp_tile &w, const pair_layout &l, int first,
-                                            const pairs<COUNT> &h) {
-#pragma unroll
-  for (int q = 0; q < COUNT; q++) {
-    bf16 *at = pair_at(w, l, first + q);
-    *reinterpret_cast<uint32_t *>(at) = __byte_perm(h.gate[q], h.up[q], l.first);
-    if (l.gated) *reinterpret_cast<uint32_t *>(at + l.up) = __byte_perm(h.gate[q], h.up[q], l.second);
-  }
-}
+__device__ __forceinline__ uint4 ones() { return make_uint4(0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80); }
 
 /* v(u') + offset and its slope. Selections rather than branches, so that elements overlap in the pipelines. */
 template <int LEVEL> __device__ __forceinline__ float up_value(const gemm_params &p, float u) {
@@ -84,27 +77,25 @@ template <int LEVEL> __device__ __forceinline__ float up_slope(const gemm_params
   return u < p.act.up_min || u > p.act.up_max ? 0.0f : slope;
 }
 
-/* a of 32 elements, each pair where its gate was. */
 template <int KIND, int LEVEL>
-__device__ __forceinline__ void act_rows(const warp_tile &w, const gemm_params &p) {
-  const pair_layout l = layout_of(p);
-#pragma unroll 1
-  for (int first = 0; first < 8; first += 4) {
-    pairs<4> h = load_pairs<4>(w, l, first);
+__device__ __forceinline__ void act_rows(const gemm_params &p, const h_pieces &h, uint4 (&a)[ACT_ROWS]) {
+#pragma unroll
+  for (int j = 0; j < ACT_ROWS; j++) {
+    const pairs own = sorted(p, h.gate[j], h.up[j]);
+    uint32_t pair[4];
 #pragma unroll
     for (int q = 0; q < 4; q++) {
-      const float2 g = floats_of(h.gate[q]), u = floats_of(h.up[q]);
+      const float2 g = floats_of(own.gate[q]), u = floats_of(own.up[q]);
       const float gates[2] = {g.x, g.y}, ups[2] = {u.x, u.y};
-      float a[2];
+      float result[2];
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         const float bounded = LEVEL > PLAIN && gates[c] > p.act.gate_max ? p.act.gate_max : gates[c];
-        a[c] = moe_act_f(KIND, bounded, p.act.alpha, p.act.beta) * up_value<LEVEL>(p, ups[c]);
+        result[c] = moe_act_f(KIND, bounded, p.act.alpha, p.act.beta) * up_value<LEVEL>(p, ups[c]);
       }
-      h.gate[q] = pair_of(a[0], a[1]);
+      pair[q] = pair_of(result[0], result[1]);
     }
-#pragma unroll
-    for (int q = 0; q < 4; q++) *reinterpret_cast<uint32_t *>(pair_at(w, l, first + q)) = h.gate[q];
+    a[j] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
   }
 }
 
@@ -113,10 +104,10 @@ struct pair_grads {
   uint32_t a, gate, up;
 };
 template <int KIND, int LEVEL>
-__device__ __forceinline__ float dact_pair(const gemm_params &p, float2 da, uint32_t gate_pair,
+__device__ __forceinline__ float dact_pair(const gemm_params &p, const float *da, uint32_t gate_pair,
                                            uint32_t up_pair, float weight, pair_grads *d) {
   const float2 g = floats_of(gate_pair), u = floats_of(up_pair);
-  const float gates[2] = {g.x, g.y}, ups[2] = {u.x, u.y}, ds[2] = {da.x, da.y};
+  const float gates[2] = {g.x, g.y}, ups[2] = {u.x, u.y};
   float a[2], dg[2], du[2], sum = 0;
 #pragma unroll
   for (int c = 0; c < 2; c++) {
@@ -124,9 +115,9 @@ __device__ __forceinline__ float dact_pair(const gemm_params &p, float2 da, uint
     const float gate = over ? p.act.gate_max : gates[c];
     const float f = moe_act_f(KIND, gate, p.act.alpha, p.act.beta),
                 inner = moe_act_df(KIND, gate, p.act.alpha, p.act.beta);
-    const float v = up_value<LEVEL>(p, ups[c]), scaled = weight * ds[c];
+    const float v = up_value<LEVEL>(p, ups[c]), scaled = weight * da[c];
     a[c] = f * v;
-    sum += ds[c] * a[c];
+    sum += da[c] * a[c];
     a[c] *= weight;
     dg[c] = scaled * (over ? 0.0f : inner) * v;
     du[c] = scaled * f * up_slope<LEVEL>(p, ups[c]);
@@ -135,55 +126,50 @@ __device__ __forceinline__ float dact_pair(const gemm_params &p, float2 da, uint
   return sum;
 }
 
-/* 32 elements: h becomes dh, da becomes weight * a; adds da * a to the sums of a lane's two rows. As many pairs at once as
- * registers beside 192 accumulators allow. */
+/* h becomes dh; a: weight * a; sum: the rows' sums of da * a grow. */
 template <int KIND, int LEVEL>
-__device__ __forceinline__ void dact_rows(const warp_tile &w, const gemm_params &p, float *sum) {
-  constexpr bool large =
-      KIND == MOE_ACT_GELU || KIND == MOE_ACT_GELU_TANH || KIND == MOE_ACT_RELU2_TANH || KIND == MOE_ACT_SITU;
-  constexpr int COUNT = large || LEVEL == SOFT ? 1 : LEVEL == PLAIN && KIND == MOE_ACT_SILU ? 4 : 2;
-  const pair_layout l = layout_of(p);
-#pragma unroll 1
-  for (int first = 0; first < 8; first += COUNT) {
-    pairs<COUNT> h = load_pairs<COUNT>(w, l, first);
-    pair_grads d[COUNT];
+__device__ __forceinline__ void dact_rows(const gemm_params &p, h_pieces &h, const float (&da)[ACT_ROWS][8],
+                                          const float (&weight)[ACT_ROWS], uint4 (&a)[ACT_ROWS],
+                                          float (&sum)[ACT_ROWS]) {
 #pragma unroll
-    for (int q = 0; q < COUNT; q++) {
-      const int i = (first + q) % 2;
-      const float2 da = *reinterpret_cast<const float2 *>(da_at(w, first + q));
-      const float part =
-          dact_pair<KIND, LEVEL>(p, da, h.gate[q], h.up[q], w.weight[w.lane / 4 + 8 * i], &d[q]);
-      sum[0] += i == 0 ? part : 0.0f;
-      sum[1] += i == 1 ? part : 0.0f;
-      h.gate[q] = d[q].gate;
-      h.up[q] = d[q].up;
+  for (int j = 0; j < ACT_ROWS; j++) {
+    pairs own = sorted(p, h.gate[j], h.up[j]);
+    uint32_t pair[4];
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+      pair_grads d;
+      sum[j] += dact_pair<KIND, LEVEL>(p, &da[j][2 * q], own.gate[q], own.up[q], weight[j], &d);
+      own.gate[q] = d.gate;
+      own.up[q] = d.up;
+      pair[q] = d.a;
     }
-    store_pairs<COUNT>(w, l, first, h);
-#pragma unroll
-    for (int q = 0; q < COUNT; q++) *reinterpret_cast<uint32_t *>(da_at(w, first + q)) = d[q].a;
+    a[j] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    unsorted(p, own, h.gate[j], h.up[j]);
   }
 }
 
-/* The switches stand outside the loops, one expansion a row of moeblas_act.def and level. */
-__device__ __forceinline__ void act_switch(const warp_tile &w, const gemm_params &p) {
+/* One expansion a row of moeblas_act.def and level. */
+__device__ __forceinline__ void act_switch(const gemm_params &p, const h_pieces &h, uint4 (&a)[ACT_ROWS]) {
   switch ((int)p.act.kind * 3 + p.act_level) {
-#define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df)      \
-  case value * 3 + PLAIN: act_rows<value, PLAIN>(w, p); break;     \
-  case value * 3 + CLAMPED: act_rows<value, CLAMPED>(w, p); break; \
-  case value * 3 + SOFT:                                           \
-    act_rows<value, SOFT>(w, p);                                   \
+#define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df)         \
+  case value * 3 + PLAIN: act_rows<value, PLAIN>(p, h, a); break;     \
+  case value * 3 + CLAMPED: act_rows<value, CLAMPED>(p, h, a); break; \
+  case value * 3 + SOFT:                                              \
+    act_rows<value, SOFT>(p, h, a);                                   \
     break;
 #include "moeblas_act.def"
 #undef MOE_ACT
   }
 }
-__device__ __forceinline__ void dact_switch(const warp_tile &w, const gemm_params &p, float *sum) {
+__device__ __forceinline__ void dact_switch(const gemm_params &p, h_pieces &h, const float (&da)[ACT_ROWS][8],
+                                            const float (&weight)[ACT_ROWS], uint4 (&a)[ACT_ROWS],
+                                            float (&sum)[ACT_ROWS]) {
   switch ((int)p.act.kind * 3 + p.act_level) {
-#define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df)            \
-  case value * 3 + PLAIN: dact_rows<value, PLAIN>(w, p, sum); break;     \
-  case value * 3 + CLAMPED: dact_rows<value, CLAMPED>(w, p, sum); break; \
-  case value * 3 + SOFT:                                                 \
-    dact_rows<value, SOFT>(w, p, sum);                                   \
+#define MOE_ACT(ENUM, value, fn, plain, gated, a0, b0, f, df)                           \
+  case value * 3 + PLAIN: dact_rows<value, PLAIN>(p, h, da, weight, a, sum); break;     \
+  case value * 3 + CLAMPED: dact_rows<value, CLAMPED>(p, h, da, weight, a, sum); break; \
+  case value * 3 + SOFT:                                                                \
+    dact_rows<value, SOFT>(p, h, da, weight, a, sum);                                   \
     break;
 #include "moeblas_act.def"
 #undef MOE_ACT
