@@ -239,7 +239,7 @@ __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
       deliver<true>(acc, s.result, warp * 16, f);
     else
       deliver<false>(acc, s.result, warp * 16, f);
-    hand_over(&s.over.ready);
+    mbarrier_arrive(&s.over.ready);
   }
 }
 
@@ -264,7 +264,7 @@ __device__ __forceinline__ void epilogue(gemm_shared<BN, STAGES, EPILOGUE> &s, c
                       place.column * BN},
                      band);
     }
-    hand_over(&s.over.taken);
+    mbarrier_arrive(&s.over.taken);
   }
 }
 

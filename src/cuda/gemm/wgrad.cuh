@@ -170,7 +170,7 @@ __device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES, FP32> &s
       deliver<false>(acc, s.result, line0, {});
     else
       deliver<false>(nothing, s.result, line0, {});
-    hand_over(&s.over.ready);
+    mbarrier_arrive(&s.over.ready);
     round ^= 1;
   }
 }
@@ -190,7 +190,7 @@ __device__ __forceinline__ void wgrad_epilogue(wgrad_shared<BN, STAGES, FP32> &s
                    {p.d, n, p.d_fp32 != 0, p.accumulate != 0, (int64_t)place.expert * m + place.m0,
                     m - place.m0, place.n0},
                    band);
-    hand_over(&s.over.taken);
+    mbarrier_arrive(&s.over.taken);
     round ^= 1;
   }
 }

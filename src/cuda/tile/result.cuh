@@ -24,20 +24,16 @@ enum {
 
 template <typename T, int BN> struct alignas(16) result_tile { T line[BM][BN + 8]; };
 
+/* Each thread arrives for itself: what it wrote, or has read, is ordered by its own arrival. */
 struct handover {
-  uint64_t ready; /* a warp of the consumers arrives */
-  uint64_t taken; /* a warp of the epilogue arrives */
+  uint64_t ready; /* a thread of the consumers arrives */
+  uint64_t taken; /* a thread of the epilogue arrives */
 };
 
 /* One thread, before fence_barrier_init. */
-__device__ __forceinline__ void handover_init(handover &over, int epilogue_warps) {
-  mbarrier_init(&over.ready, CONSUMERS * GROUP_WARPS);
-  mbarrier_init(&over.taken, epilogue_warps);
-}
-/* All lanes of a warp, when they have written, or read, what they had to. */
-__device__ __forceinline__ void hand_over(uint64_t *barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+__device__ __forceinline__ void handover_init(handover &over, int storers) {
+  mbarrier_init(&over.ready, CONSUMERS * GROUP_WARPS * 32);
+  mbarrier_init(&over.taken, storers * 32);
 }
 
 __device__ __forceinline__ uint32_t pair_of(float x, float y) {
