@@ -65,8 +65,8 @@ for dtype in fp32 bf16; do
   check "$dtype: the CPU" train "cpu_$dtype" cpu --backend cpu --dtype "$dtype" --steps 50
   check "$dtype: two steps on the CPU" train "start_$dtype" cpu --backend cpu --dtype "$dtype" --steps 50 --stop 2
 done
-noise=("$dir"/noise_{1,2,3})
-for seed in 1 2 3; do check "noise $seed" noisy "noise_$seed" start_fp32 "$seed"; done
+noise=("$dir"/noise_{1..6})
+for seed in {1..6}; do check "noise $seed" noisy "noise_$seed" start_fp32 "$seed"; done
 both fp32 cpu_fp32 "${noise[@]}"
 both bf16 cpu_fp32 "$dir/cpu_bf16" # the noise is what bf16 does on the CPU
 check "bf16 is not taken for fp32" outside cpu_fp32 gpu_bf16 "${noise[@]}"

@@ -210,8 +210,9 @@ def test_refusals(sentence):
     assert sentence in str(caught.value)
 
 
-def raw_call(problem, operands="x given_ids given_weights w1 w2", workspace=1 << 22, **changed):
-    """The custom call itself, as a program that was tampered with would make it."""
+def raw_call(problem, operands="x given_ids given_weights w1 w2", workspace=1 << 27, **changed):
+    """The custom call itself, as a program that was tampered with would make it; the workspace is
+    enough for the CPU's threads, however many."""
     config = moeblas.make_config(
         hidden=32,
         inter=24,

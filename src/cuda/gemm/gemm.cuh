@@ -170,23 +170,23 @@ __device__ __forceinline__ void multiply(float *acc, const bf16 *a, const bf16 *
                                 db + n * (BK * 2 >> 4) + kk * (B_MN ? 128 : 2), add || kk > 0);
 }
 
-/* A warpgroup of the consumers: the product of one tile, from the stages that `at` runs over; of A, its 64 rows. */
-template <int BN, int STAGES, int EPILOGUE, bool B_KN>
-__device__ __forceinline__ void mainloop(gemm_shared<BN, STAGES, EPILOGUE> &s, const gemm_params &p, ring &at,
-                                         float *acc) {
-  const int blocks = (p.k + BK - 1) / BK, first_row = (threadIdx.x / 128 - 1) * 64;
+/* A warpgroup of the consumers: the product of one tile, from the `blocks` stages that `at` runs over; of A, its 64 lines. N, A_MN, B_MN as in
+ * multiply. */
+template <int BN, int N, bool A_MN, bool B_MN, typename SHARED>
+__device__ __forceinline__ void mainloop(SHARED &s, int blocks, ring &at, float *acc) {
+  constexpr int STAGES = sizeof s.full / sizeof *s.full;
+  const int first_line = (threadIdx.x / 128 - 1) * 64;
   int held = -1;
   for (int block = 0; block < blocks; block++, at.advance<STAGES>()) {
-    if (held >= 0 &&
-        !mbarrier_test(&s.full[at.stage], at.phase)) { /* rather than hold a stage while waiting for one */
-      wgmma_wait<0>();
+    if (held >= 0 && !mbarrier_test(&s.full[at.stage], at.phase)) {
+      wgmma_wait<0>(); /* rather than hold a stage while waiting for one */
       if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
       held = -1;
     }
     mbarrier_wait(&s.full[at.stage], at.phase);
     fence_async_shared(); /* a gathered operand was written by ordinary (cp.async) accesses */
     wgmma_fence();
-    multiply<BN, BN, false, B_KN>(acc, s.a[at.stage] + first_row * BK, s.b[at.stage], block > 0);
+    multiply<BN, N, A_MN, B_MN>(acc, s.a[at.stage] + first_line * BK, s.b[at.stage], block > 0);
     wgmma_commit();
     wgmma_wait<1>();
     if (held >= 0 && threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[held]);
@@ -233,7 +233,7 @@ __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
   for (int tile = blockIdx.x; tile < tile_count(s, p); tile += gridDim.x, round ^= 1) {
     finish f = {};
     if (finished) f = finish_of<BN>(p, place_of(s, p, tile), s.bias[EPILOGUE == DACT ? 0 : warp]);
-    mainloop<BN, STAGES, EPILOGUE, B_KN>(s, p, at, acc);
+    mainloop<BN, BN, false, B_KN>(s, (p.k + BK - 1) / BK, at, acc);
     mbarrier_wait(&s.over.taken, round);
     if (finished)
       deliver<true>(acc, s.result, warp * 16, f);

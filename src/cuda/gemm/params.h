@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What a grouped product needs on the device, as plain numbers and pointers; filled in by host.c, read by gemm.cuh. */
+ * What a grouped product needs on the device, as plain numbers and pointers; filled in by launch.cu, read by gemm.cuh. */
 #pragma once
 
 #include <cuda.h>
@@ -24,14 +24,14 @@ struct gemm_params {
   void *d;
   int d_fp32, accumulate;
   moe_act_desc act;
-  int act_level; /* PLAIN, CLAMPED or SOFT of epilogue.cuh */
+  int act_level; /* PLAIN, CLAMPED or SOFT of activation.cuh */
   int inter;
   int h_width;     /* of h and dh */
   int in_pairs;    /* gate and up of an element are beside each other */
   int gate_column; /* of h, of element 0 where gates are all before or after ups */
   int h_shift;     /* element f is 2 f columns from there, and of a tile of h, or f */
-  int h_up,
-      tile_up; /* a piece of 8 ups is that many columns after the one of their gates, in h and in a tile of h */
+  int h_up;        /* the piece with 8 ups is that many columns after the one with their gates, */
+  int tile_up;     /* and so many in a tile of h */
   __nv_bfloat16 *h;
   __nv_bfloat16 *dh;
   float *partial; /* DACT: [rows, column_tiles] sums of acc * a, or NULL */

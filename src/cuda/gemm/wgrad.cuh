@@ -136,7 +136,6 @@ __device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES, FP32> &s
 template <int BN, int STAGES, bool FP32>
 __device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES, FP32> &s, const wgrad_params &p,
                                                int tiles) {
-  const int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
   ring at = {0, 0};
   uint32_t round = 1;
   float acc[BN / 2];
@@ -144,25 +143,7 @@ __device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES, FP32> &s
     const wgrad_tile place = wgrad_place<BN>(p, tile);
     const int blocks = (place.row1 - place.row0 + BK - 1) / BK;
     if (blocks == 0 && p.accumulate) continue;
-    int held = -1;
-    for (int block = 0; block < blocks; block++, at.advance<STAGES>()) {
-      if (held >= 0 && !mbarrier_test(&s.full[at.stage], at.phase)) {
-        wgmma_wait<0>();
-        if (lane == 0) mbarrier_arrive(&s.empty[held]);
-        held = -1;
-      }
-      mbarrier_wait(&s.full[at.stage], at.phase);
-      fence_async_shared(); /* a gathered operand was written by ordinary (cp.async) accesses */
-      wgmma_fence();
-      multiply<BN, BN == 256 ? 128 : BN, true, true>(acc, s.a[at.stage] + group * 64 * BK, s.b[at.stage],
-                                                     block > 0);
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (held >= 0 && lane == 0) mbarrier_arrive(&s.empty[held]);
-      held = at.stage;
-    }
-    wgmma_wait<0>();
-    if (held >= 0 && lane == 0) mbarrier_arrive(&s.empty[held]);
+    mainloop<BN, BN == 256 ? 128 : BN, true, true>(s, blocks, at, acc);
     mbarrier_wait(&s.over.taken, round);
     const float nothing[BN / 2] = {};
     const int line0 = (threadIdx.x / 32 - GROUP_WARPS) * 16;
