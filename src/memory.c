@@ -23,7 +23,9 @@ moe_status moe_memory_alloc(moe_context *ctx, size_t bytes, void **out) {
   CONTEXT("memory_alloc", ctx);
   CHECK(bytes <= PTRDIFF_MAX, MOE_ERROR_ARGUMENT, "memory_alloc: bytes = %zu, wanted at most %td", bytes,
         (ptrdiff_t)PTRDIFF_MAX);
-  return ctx->backend->memory_alloc(ctx, bytes, out);
+  const moe_status status = ctx->backend->memory_alloc(ctx, bytes, out);
+  if (status != MOE_OK) *out = NULL; /* a failed call of CUDA may have written it */
+  return status;
 }
 
 void moe_memory_free(moe_context *ctx, void *memory) {

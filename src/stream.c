@@ -16,7 +16,9 @@ moe_status moe_stream_create(moe_context *ctx, moe_stream *out) {
   CHECK(out != NULL, MOE_ERROR_ARGUMENT, "stream_create: out = NULL, wanted a place for the stream");
   *out = NULL;
   CHECK(ctx != NULL, MOE_ERROR_ARGUMENT, "stream_create: ctx = NULL, wanted a context");
-  return ctx->backend->stream_create(ctx, out);
+  const moe_status status = ctx->backend->stream_create(ctx, out);
+  if (status != MOE_OK) *out = NULL; /* a failed call of CUDA may have written it */
+  return status;
 }
 
 void moe_stream_destroy(moe_context *ctx, moe_stream stream) {

@@ -4,6 +4,8 @@
  * Idea: bytes that go in come out, blocks do not overlap, every refusal has its sentence. */
 #include <time.h>
 
+#include "../src/backend.h"
+#include "../src/util.h"
 #include "moeblas_ops.h"
 #include "support.h"
 #include "test.h"
@@ -69,6 +71,28 @@ TEST(the_cpu_has_one_stream_and_no_graphs) {
   EXPECT(moe_graph_launches(graph) == 0, "a graph of nothing");
   moe_graph_destroy(graph);
   moe_context_destroy(ctx);
+}
+
+/* A back end whose calls write their result before they fail, as those of CUDA may. */
+static moe_status fail_to_allocate(moe_context *ctx, size_t bytes, void **out) {
+  *out = ctx;
+  return moe_fail(MOE_ERROR_DEVICE, "memory_alloc: %zu bytes: broken", bytes);
+}
+static moe_status fail_to_create(moe_context *ctx, moe_stream *out) {
+  *out = (moe_stream)(void *)ctx;
+  return moe_fail(MOE_ERROR_DEVICE, "stream_create: broken");
+}
+
+TEST(failed_calls_leave_nothing) {
+  struct backend broken = moe_cpu_backend;
+  broken.memory_alloc = fail_to_allocate;
+  broken.stream_create = fail_to_create;
+  moe_context ctx = {.backend = &broken};
+  void *memory = &ctx;
+  moe_stream stream = (moe_stream)(void *)&ctx;
+  REFUSED(moe_memory_alloc(&ctx, 8, &memory), DEVICE, "memory_alloc: 8 bytes: broken");
+  REFUSED(moe_stream_create(&ctx, &stream), DEVICE, "stream_create: broken");
+  EXPECT(memory == NULL && stream == NULL, "a failed call left something");
 }
 
 TEST(refusals_have_a_sentence) {
