@@ -6,12 +6,11 @@
 #include <cjson/cJSON.h>
 #include <errno.h>
 #include <pthread.h>
-#include <stdarg.h>
 
+#include "command.h"
 #include "files.h"
 
 #include "../tools/cli.h"
-#include "../tools/commands.h"
 #include "../tools/train/trainer.h"
 #include "moeblas_ops.h"
 
@@ -206,46 +205,29 @@ TEST(a_checkpoint_runs_out_of_memory) {
 
 /* ---- commands ----------------------------------------------------------------------------------------------------- */
 
-/* Runs a command with its output kept; what it says on stderr is the sentence. The streams are libc's own. */
-static int command(int (*run)(int, char **), char *error, size_t bytes, const char *first, ...) {
-  char *argv[16] = {NULL}, *said = NULL, *printed = NULL;
-  size_t said_bytes = 0, printed_bytes = 0;
-  FILE *const out = stdout, *const err = stderr;
-  int argc = 0;
-  va_list list;
-  va_start(list, first);
-  for (const char *a = first; a; a = va_arg(list, const char *)) argv[argc++] = (char *)(uintptr_t)a;
-  va_end(list);
-  stdout = open_memstream(&printed, &printed_bytes);
-  stderr = open_memstream(&said, &said_bytes);
-  const int code = run(argc, argv);
-  fclose(stdout);
-  fclose(stderr);
-  stdout = out;
-  stderr = err;
-  snprintf(error, bytes, "%s", said);
-  EXPECT(code == CLI_OK || code == CLI_IO || code == CLI_USAGE, "%s: status %d", first, code);
-  __real_free(said);
-  __real_free(printed);
-  return code;
+/* What a command says on stderr is the sentence. */
+static int answer(struct command_run r, char *error, size_t bytes) {
+  snprintf(error, bytes, "%s", r.err);
+  EXPECT(r.code == CLI_OK || r.code == CLI_IO || r.code == CLI_USAGE, "status %d", r.code);
+  command_free(&r);
+  return r.code;
 }
+#define ANSWER(...) answer(command_run(__VA_ARGS__, NULL), error, bytes)
 
 static char list_path[256], text_path[256];
 
 static int info(char *error, size_t bytes) {
-  return command(cmd_info, error, bytes, "info", "--backend", "cpu", "--plan", "t9 h16 f8 e4 k2", NULL);
+  return ANSWER(cmd_info, "info", "--backend", "cpu", "--plan", "t9 h16 f8 e4 k2");
 }
-static int presets(char *error, size_t bytes) {
-  return command(cmd_info, error, bytes, "info", "--presets", "--json", NULL);
-}
+static int presets(char *error, size_t bytes) { return ANSWER(cmd_info, "info", "--presets", "--json"); }
 static int check(char *error, size_t bytes) {
-  return command(cmd_check, error, bytes, "check", "--threads", "2", "t5 h8 f8 e4 k2 bwd", list_path, NULL);
+  return ANSWER(cmd_check, "check", "--threads", "2", "t5 h8 f8 e4 k2 bwd", list_path);
 }
 static int bitwise(char *error, size_t bytes) {
-  return command(cmd_check, error, bytes, "check", "--threads", "2", "--bitwise", "t5 h8 f8 e4 k2 bwd", NULL);
+  return ANSWER(cmd_check, "check", "--threads", "2", "--bitwise", "t5 h8 f8 e4 k2 bwd");
 }
 static int mutate(char *error, size_t bytes) {
-  return command(cmd_check, error, bytes, "check", "--threads", "2", "--mutate", "t3 h4 f4 e2 k1 fp32", NULL);
+  return ANSWER(cmd_check, "check", "--threads", "2", "--mutate", "t3 h4 f4 e2 k1 fp32");
 }
 
 /* A problem a line, more than the list has room for at first; the last one is run. */
@@ -298,16 +280,15 @@ int __wrap_trainer_sample(struct trainer *r, uint8_t *text, int64_t have, int64_
 int __wrap_fsync(int fd) { return fd < 0; }
 
 static int train(char *error, size_t bytes) {
-  return command(cmd_train, error, bytes, "train", "--backend", "cpu", "--json", "--out", dir, "--steps", "1",
-                 "--data", text_path, NULL);
+  return ANSWER(cmd_train, "train", "--backend", "cpu", "--json", "--out", dir, "--steps", "1", "--data",
+                text_path);
 }
 static int resume(char *error, size_t bytes) {
-  return command(cmd_train, error, bytes, "train", "--backend", "cpu", "--json", "--resume", "--out", dir,
-                 "--data", text_path, NULL);
+  return ANSWER(cmd_train, "train", "--backend", "cpu", "--json", "--resume", "--out", dir, "--data",
+                text_path);
 }
 static int sample(char *error, size_t bytes) {
-  return command(cmd_train, error, bytes, "train", "--backend", "cpu", "--out", dir, "--sample", "x",
-                 "--tokens", "1", NULL);
+  return ANSWER(cmd_train, "train", "--backend", "cpu", "--out", dir, "--sample", "x", "--tokens", "1");
 }
 
 /* What the JSON library allocates for a checkpoint has had its turn above. */

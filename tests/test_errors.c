@@ -11,6 +11,7 @@
 #include <math.h>
 #include <stdarg.h>
 
+#include "failing_device.h"
 #include "moeblas_ops.h"
 #include "plan.h"
 #include "support.h"
@@ -174,6 +175,25 @@ static void streams(void) {
   SAYS(moe_graph_end(ctx, NULL, NULL), ARGUMENT, "graph_end: out = NULL, wanted a place for the graph");
   SAYS(moe_graph_end(NULL, NULL, &graph), ARGUMENT, "graph_end: ctx = NULL, wanted a context");
   SAYS(moe_graph_launch(NULL, NULL), ARGUMENT, "graph_launch: graph = NULL, wanted a graph");
+  moe_context_destroy(ctx);
+}
+
+/* The CPU has none: on a back end that has. */
+static void graphs(void) {
+  moe_context *ctx = cpu_context(1);
+  moe_graph *graph;
+  moe_stream stream;
+  fail_on(ctx);
+  SAYS(moe_graph_begin(ctx, NULL), ARGUMENT,
+       "graph_begin: stream = NULL, wanted one of moe_stream_create: the default stream cannot be recorded");
+  REQUIRE(moe_stream_create(ctx, &stream) == MOE_OK && moe_graph_begin(ctx, stream) == MOE_OK, "%s",
+          moe_last_error());
+  const int held = device.held;
+  allocations_left = 0;
+  SAYS(moe_graph_end(ctx, stream, &graph), MEMORY, "graph_end: no memory for 24 bytes");
+  allocations_left = -1;
+  EXPECT(device.held == held && graph == NULL, "what was recorded is kept");
+  moe_stream_destroy(ctx, stream);
   moe_context_destroy(ctx);
 }
 
@@ -387,8 +407,8 @@ static void other_ops(void) {
 
 TEST(every_sentence_of_the_page) {
   static void (*const groups[])(void) = {
-      names_and_contexts, memory,      timers,  streams,  plans, configurations, activations, routers, layers,
-      rows_from_outside,  routing_ops, scratch, other_ops};
+      names_and_contexts, memory,  timers, streams,           graphs,      plans,   configurations,
+      activations,        routers, layers, rows_from_outside, routing_ops, scratch, other_ops};
   REQUIRE(read_page() && page_rows > 50, "docs/errors.md has %d rows", page_rows);
   for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) groups[i]();
   for (const struct row *r = page; r < page + page_rows; r++)

@@ -30,8 +30,8 @@ job() { # name, limit in seconds, command...: passes by its exit status
 
 # Arithmetic that allocates or shares nothing new is left to the tests that the sanitizers of make test cover; these are the
 # ones with threads, files, allocations and the whole layer.
-unit="act api api_ops api_run balance case combine experts files fuzz fuzz_api gemm layer memory metamorphic problem route \
-route_backward safetensors sort token_count threads"
+unit="act api api_ops api_run balance case combine device_failure device_failure_tool experts files fuzz fuzz_api gemm layer
+memory metamorphic problem route route_backward safetensors sort token_count threads"
 
 each_unit() { # prefix, limit, folder of the build, command in front...
   local prefix=$1 limit=$2 folder=$3

@@ -31,8 +31,6 @@ a GPU can show them.
 # Why a sentence cannot be provoked without a GPU: by file, or by file and first words of the sentence.
 UNTESTED = {
     "src/cuda/": "a GPU",
-    "src/stream.c graph_end: no memory": "a GPU",
-    "src/stream.c <op>: stream = NULL": "a GPU",
     "src/context.c context: this build": "a build without CUDA",
     "src/cpu/isa.c cpu: MOE_CPU_ISA = <name>, but": "a processor without AVX-512",
 }
