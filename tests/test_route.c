@@ -18,6 +18,7 @@ struct judge {
 };
 
 static double slack_of(const struct judge *j, double key) {
+  if (j->slack == 0) return 0; /* also where the key is infinite */
   return j->slack * (fabs(key) + (j->p->correction_bias ? 1 : 0));
 }
 
@@ -51,6 +52,8 @@ static void make_group_keys(struct judge *j) {
     qsort(sorted, (size_t)size, sizeof *sorted, descending);
     j->group_key[g] = 0;
     for (int64_t i = 0; i < n; i++) j->group_key[g] += sorted[i];
+    if (fabs(j->group_key[g]) > (double)FLT_MAX)
+      j->group_key[g] = copysign(INFINITY, j->group_key[g]); /* in fp32 */
   }
   free(sorted);
 }
@@ -284,24 +287,37 @@ TEST(given_ids_masks_and_no_tokens) {
       }
 }
 
-/* One logit in eight is strange; half of the batches tie often and admit no slack. MOE_ROUTE_TOKENS says how many tokens. */
-TEST(many_random_tokens) {
+/* The n-th kind of batch: sizes, scores and dtypes, half of them with logits that tie often, some with groups, some with a
+ * bias of the choice. One logit in eight is strange. */
+static struct routing batch(int n, uint64_t *seed, double *slack) {
   static const float STRANGE[] = {NAN, INFINITY, -INFINITY, -0.0f, 0.0f, 1e-40f};
-  static const int64_t SIZES[] = {8, 16, 64, 33};
-  const char *const given = getenv("MOE_ROUTE_TOKENS");
-  const long long wanted = given ? atoll(given) : 16384;
-  uint64_t seed = 25;
+  static const int64_t SIZES[] = {8, 16, 64, 33, 160, 8, 256, 12};
+  const int variant = n / 64 % 4;
+  struct routing p = make_routing(1024, SIZES[n / 8 % 8], 1 + n % 8, (moe_score)(n % 4),
+                                  variant == 3 ? (moe_dtype)(2 + n / 256 % 2) : MOE_FP32, 4, seed);
+  const int coarse = n / 4 % 2, grouped = variant == 1 && set_groups(&p, 4, seed);
+  if (coarse) coarsen(&p, seed);
+  if (variant == 2) p.correction_bias = random_array(MOE_FP32, p.experts, 1, seed);
+  p.router.renormalize = n / 32 % 2;
+  for (int64_t i = 0; i < p.tokens * p.experts; i++)
+    if (test_random(seed) % 8 == 0) moe_store(p.logits, p.dtype, i, STRANGE[test_random(seed) % 6]);
+  const int exact = coarse && variant != 2 && (!grouped || p.router.group_score == MOE_GROUP_MAX);
+  *slack = exact ? 0 : SLACK;
+  return p;
+}
+
+/* MOE_ROUTE_TOKENS says how many, MOE_ROUTE_SEED which. */
+TEST(many_random_tokens) {
+  const char *const given = getenv("MOE_ROUTE_TOKENS"), *const seeded = getenv("MOE_ROUTE_SEED");
+  const long long wanted = given ? atoll(given) : 65536;
+  uint64_t seed = seeded ? (uint64_t)atoll(seeded) : 25;
   long long tokens = 0;
+  double slack;
   for (int n = 0; tokens < wanted && test_failures == 0; n++, tokens += 1024) {
-    const int coarse = n / 4 % 2;
-    struct routing p =
-        make_routing(1024, SIZES[n / 8 % 4], 1 + n % 8, (moe_score)(n % 4), MOE_FP32, 4, &seed);
-    if (coarse) coarsen(&p, &seed);
-    p.router.renormalize = n / 32 % 2;
-    for (int64_t i = 0; i < p.tokens * p.experts; i++)
-      if (test_random(&seed) % 8 == 0) ((float *)p.logits)[i] = STRANGE[test_random(&seed) % 6];
-    check(&p, coarse ? 0 : SLACK);
+    struct routing p = batch(n, &seed, &slack);
+    check(&p, slack);
     free_routing(&p);
+    EXPECT(test_failures == 0, "batch %d", n);
   }
   printf("%lld tokens\n", tokens);
 }
