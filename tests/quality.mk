@@ -3,9 +3,10 @@
 # make coverage   the suite with gcov's counters       make mutants    MUTANTS=300 changes of one token: who notices?
 # make abi        programs of the last release run on  make scoreboard the table of what was measured, docs/scoreboard.md
 # make reproducible  two builds in two folders, one hash
+# make rounds     5 benches: how far do their medians spread?  BEFORE=the moeblas of the last release: what became slower?
 MUTANTS ?= 300
 
-.PHONY: coverage mutants abi reproducible scoreboard
+.PHONY: coverage mutants abi reproducible scoreboard rounds
 # Not install_test, whose programs are built without the counters. -O1: branches stay where they are written; no fortify:
 # its branches are those of libc. Not judged by the tests: where they limit files, the counters cannot be written either.
 coverage:
@@ -21,3 +22,4 @@ mutants:
 abi: lib ; @BUILD=$(BUILD) tools/gates/abi.py
 reproducible: ; @tools/reproducible.sh CUDA=0
 scoreboard: ; @tools/scoreboard.py
+rounds: all ; @tools/rounds.py $(BUILD)/moeblas $(if $(BEFORE),--before $(BEFORE)) -- @tests/problems/bench.txt

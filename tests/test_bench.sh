@@ -62,6 +62,41 @@ code=$?
 verdict "a sweep finds cliffs or none" test "$code" = "$([[ -s $dir/err ]] && echo 1 || echo 0)"
 for t in 1 2 3 4 6 8 12 13; do lines 1 ",t$t h16 f8 e4 k2 fp32 swiglu given,fwd,moeblas,"; done
 
+# rounds: a tool that takes what its file says, a line a round
+tool() { # name, time of each round...
+  printf '%s\n' "${@:2}" >"$dir/$1.times"
+  cat >"$dir/$1" <<EOF
+echo problem,pass,impl,time_us
+echo "tiny,fwd,moeblas,\$(head -n 1 $dir/$1.times)"
+echo tiny,fwd,up,7
+sed -i 1d $dir/$1.times
+EOF
+  sed -i '1i #!/bin/sh' "$dir/$1" && chmod +x "$dir/$1"
+}
+rounds() { # code argument...
+  local wanted=$1
+  shift
+  tools/rounds.py "$@" >"$dir/out" 2>"$dir/err"
+  local code=$?
+  verdict "rounds $*: exit status $code, wanted $wanted" test "$code" = "$wanted"
+}
+tool new 100 104 102 103 101
+rounds 0 "$dir/new" -- tiny
+says out '       102.0 us  spread   3.9 %  fwd  tiny'
+says out 'spread of 5 rounds: median 3.9 %, at most 3.9 %, above 1 % in 1 of 1 shapes'
+tool new 102 102 && tool old 100 100
+rounds 0 "$dir/new" --before "$dir/old" --rounds 2 -- tiny
+says out '+2.0 %       102.0 us'
+says out 'by more than 3 %: 0 of 1 shapes'
+tool new 104 104 && tool old 100 100
+rounds 1 "$dir/new" --before "$dir/old" --rounds 2 -- tiny
+says out 'by more than 3 %: 1 of 1 shapes'
+rounds 1 "$moeblas" --rounds 2 -- 't16 wobble'
+says err 'ended with status 2 and 0 times'
+rounds 2 "$moeblas" --rounds 1 -- "$problem"
+rounds 0 "$moeblas" --rounds 2 -- --backend cpu --repeat 3 --seconds 0.01 "$problem bwd"
+lines 1 'us  spread .*  bwd  '
+
 # the plan
 "$moeblas" info --backend cpu --plan "$problem bwd" >"$dir/out" 2>&1
 says out 'workspace  '

@@ -4,7 +4,8 @@
 # What sanitizers and analysers say of moeblas: `tests/san/san.sh [tsan] [memory] [leaks] [static]`, all without arguments.
 # tsan: clang's TSan with its OpenMP run-time and archer, which tells TSan of barriers and tasks; nothing is suppressed.
 # memory: valgrind, undefined values included. leaks: ASan, UBSan and LSan. static: gcc -fanalyzer, clang-tidy, cppcheck;
-# what they say is a failure unless known.txt has it with a reason. Environment: BUILD, ONLY (part of a job's name).
+# what they say is a failure unless known.txt has it with a reason. Environment: BUILD, ONLY (part of a job's name), PATIENCE
+# (a factor of every limit in seconds, for a machine that is busy; 1).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 build=${BUILD:-build}
@@ -18,7 +19,7 @@ job() { # name, limit in seconds, command...: passes by its exit status
   local name=$1 limit=$2 began=$SECONDS
   shift 2
   [[ -z ${ONLY:-} || $name == *"$ONLY"* ]] || return 0
-  timeout -k 5 "$limit" "$@" >"$logs/$name" 2>&1
+  timeout -k 5 $((limit * ${PATIENCE:-1})) "$@" >"$logs/$name" 2>&1
   local code=$?
   if ((code == 0)); then
     passed=$((passed + 1)) && echo "ok   $name ($((SECONDS - began)) s)"
