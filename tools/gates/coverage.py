@@ -20,7 +20,7 @@ from lib import gate
 
 RESULTS = Path("bench/results/coverage.csv")
 LINES = 98.0  # per cent of the lines of src/*.c, src/cpu and tools
-BRANCHES = 90.0
+BRANCHES = 92.0
 # What reads arguments, and files that strangers may have made: all of it is reached, without an exception.
 PARSERS = ("tools/cli.c", "tools/presets.c", "tools/problem.c", "tools/problem_fields.c", "tools/problem_list.c",
            "tools/train/checkpoint.c", "tools/train/safetensors.c", "tools/train/settings.c", "tools/train/state.c",
@@ -152,7 +152,7 @@ def self_test() -> bool:
     other = line | {"count": 3, "branches": [{"count": 0}, {"count": 0}]}
     merged = merge([{"files": [{"file": "src/a.c", "lines": [line, line | {"line_number": 2}]}]},
                     {"files": [{"file": "tests/../src/a.c", "lines": [other]}]}])
-    good = {file: Count(100, 100, 100, 100) for file in PARSERS} | {"src/a.c": Count(1000, 990, 1000, 900)}
+    good = {file: Count(100, 100, 100, 100) for file in PARSERS} | {"src/a.c": Count(1000, 990, 1000, 930)}
     return (count(*merged["src/a.c"]) == Count(2, 1, 4, 2) and spans([1, 2, 3, 7]) == "1-3 7"
             and is_host_code("src/cpu/act.c") and not is_host_code("src/cuda/launch.c") and not is_host_code("tests/a.c")
             and not check(good, set(good)) and len(check({}, set(good))) == 1
