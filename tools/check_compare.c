@@ -9,7 +9,8 @@
  * The floor: an error is made of the terms that a row sums, not of what is left of them. Long rows rarely cancel, a tenth
  * of the typical row is floor enough; short rows do, the typical row is theirs, and in a tensor of n numbers all may have
  * cancelled, so that the limit grows by 1 + 64/n. Rows that are 0 throughout are typical of nothing. Gradients of logits
- * are differences of w dp by construction (exactly 0 for k = 1, renormalised), so |w dp| is a floor for them as well. */
+ * are differences of w dp by construction (exactly 0 for k = 1, renormalised), and those of the losses may cancel as well
+ * (under an even load), so |w dp| with the terms of the losses is a floor for them. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -131,12 +132,13 @@ static void check_global_counts(const struct sample *s, const struct run *run, c
 
 static double square(double v) { return v * v; }
 
-/* sqrt of the mean over tokens of |w dp|^2. */
-static double weight_gradient(const struct oracle *o, int64_t topk) {
+/* sqrt of the mean over tokens of |w dp|^2, and what a loss, which is a mean over tokens, gives a logit. */
+static double logit_unit(const struct oracle *o, const moe_config *c) {
   double sum = 0;
   if (o->dtopk_weights == NULL || o->weights == NULL || o->tokens == 0) return 0;
-  for (int64_t i = 0; i < o->tokens * topk; i++) sum += square(o->weights[i] * o->dtopk_weights[i]);
-  return sqrt(sum / (double)o->tokens);
+  for (int64_t i = 0; i < o->tokens * c->topk; i++) sum += square(o->weights[i] * o->dtopk_weights[i]);
+  const double losses = (double)c->router.balance_coeff + 2 * (double)c->router.z_coeff;
+  return sqrt(sum / (double)o->tokens) + losses / (double)o->tokens;
 }
 
 /* A row of a weight's gradient may come from one dh = f'(h) da, or from one a = f(gate) (up + offset). Both have roots,
@@ -151,7 +153,7 @@ static double floor_of(const struct sample *s, const struct oracle *o, enum tens
   const bool whole = s->shape[id].columns < SHORT_ROW || follows_root(id);
   const double usual = whole ? typical : 0.1 * typical;
   if (id != T_DLOGITS && id != T_DROUTER_WEIGHT && id != T_DROUTER_BIAS) return usual;
-  const double unit = weight_gradient(o, c->topk), tokens = (double)s->problem.tokens;
+  const double unit = logit_unit(o, c), tokens = (double)s->problem.tokens;
   if (id == T_DLOGITS) return fmax(usual, unit);
   return fmax(usual,
               unit * sqrt(id == T_DROUTER_BIAS ? tokens : tokens * (double)c->hidden / (double)c->experts));
@@ -194,14 +196,20 @@ static struct habit habit_of(const struct operand *t, const double *reference, c
   return (struct habit){live > 0 ? sqrt(total / live) : 0, live * (double)shape->columns};
 }
 
-#define TERM 0.5 /* of a row, at most, that one term of it may be */
+#define TERM 0.5  /* of a row, at most, that one term of it may be */
+#define LEFT 1e-6 /* of the terms of a whole tensor: what fp32 sums may leave where all of it should cancel */
 
-/* The usual size of a row of such terms, however little is left of them; half of it, for what an activation takes away. */
-static double row_usual(const struct operand *t, const struct shape *shape, int64_t row) {
+/* The square of the usual size of a row of such terms, however little is left of them. */
+static double terms_square(const struct operand *t, const struct shape *shape, int64_t row) {
   double sum = 0;
   for (int64_t i = row * shape->columns; t->size && i < (row + 1) * shape->columns; i++)
     sum += t->size[i] + (t->before ? square(element_load(t->before, shape->element, i)) : 0);
-  return 0.5 * sqrt(sum);
+  return sum;
+}
+
+/* Half of it, for what an activation takes away; of a row of one number that may be nothing. */
+static double row_usual(const struct operand *t, const struct shape *shape, int64_t row) {
+  return (shape->columns > 1 ? 0.5 : 1) * sqrt(terms_square(t, shape, row));
 }
 
 /* The z-loss is z_coeff times a mean of squares, and an error of the logarithm is one of unit terms:
@@ -267,7 +275,8 @@ static double terms_of(const struct sample *s, const struct operand *t, const st
 static void compare_whole(const struct sample *s, enum tensor id, const struct operand *t,
                           const struct check_limit *limit, struct verdict *v) {
   const struct shape *shape = &s->shape[id];
-  double norm = 0, found = 0, staged = 0;
+  double norm = 0, found = 0, staged = 0, terms = 0;
+  for (int64_t row = 0; row < shape->rows; row++) terms += terms_square(t, shape, row);
   for (int64_t i = 0; i < shape_count(shape); i++) {
     const double ideal = wanted(t, t->ideal, shape->element, i);
     norm += square(ideal);
@@ -276,7 +285,8 @@ static void compare_whole(const struct sample *s, enum tensor id, const struct o
   }
   norm = norm > 0 ? sqrt(norm) : 1;
   const double one = 1 / sqrt(terms_of(s, t, shape)); /* term's share of the tensor, and of its error */
-  const double most = (limit->factor + 2 * one) * sqrt(staged) / norm + limit->rest + limit->row / 2 * one;
+  const double most = (limit->factor + 2 * one) * sqrt(staged) / norm + limit->rest + limit->row / 2 * one +
+                      LEFT * sqrt(terms) / norm;
   verdict_measure(v, id, -1, sqrt(found) / norm, most, "ideal");
 }
 
