@@ -158,11 +158,16 @@ static void expect_sizes(const moe_plan *plan, struct feed *feed) {
 
 /* ---- a run ------------------------------------------------------------------------------------------------------ */
 
-/* The tool's arrays want the types that the library would choose. */
+/* The tool's arrays, and their sizes, want the types that the library would choose. */
+static moe_config with_dtypes(const moe_config *config) {
+  moe_config c = *config;
+  if (c.dtype == MOE_DTYPE_DEFAULT) c.dtype = MOE_BF16;
+  if (c.logits_dtype == MOE_DTYPE_DEFAULT) c.logits_dtype = MOE_FP32;
+  return c;
+}
+
 static struct problem feed_problem(struct feed *feed, const moe_config *config) {
-  struct problem p = {.config = *config, .seed = 1 + feed_below(feed, 9), .backward = 1};
-  if (p.config.dtype == MOE_DTYPE_DEFAULT) p.config.dtype = MOE_BF16;
-  if (p.config.logits_dtype == MOE_DTYPE_DEFAULT) p.config.logits_dtype = MOE_FP32;
+  struct problem p = {.config = with_dtypes(config), .seed = 1 + feed_below(feed, 9), .backward = 1};
   const int routed = problem_routed(&p), rows = config->entry == MOE_ENTRY_ROWS;
   p.tokens = (int64_t)feed_below(feed, TOKENS);
   p.bias = (int)feed_below(feed, 2);
@@ -240,7 +245,7 @@ static void expect_mistake(const moe_config *config, struct feed *feed) {
 
 static int is_small(const moe_config *c) {
   const int64_t sizes[] = {c->hidden, c->inter, c->experts, c->shared_inter, c->latent};
-  struct problem problem = {.config = *c, .tokens = TOKENS, .backward = 1};
+  struct problem problem = {.config = with_dtypes(c), .tokens = TOKENS, .backward = 1};
   for (int i = 0; i < 5; i++)
     if (sizes[i] > 4096) return 0;
   return problem_bytes(&problem) <= BYTES;
