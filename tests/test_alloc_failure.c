@@ -207,9 +207,9 @@ TEST(a_checkpoint_runs_out_of_memory) {
 
 /* What a command says on stderr is the sentence. */
 static int answer(struct command_run r, char *error, size_t bytes) {
-  snprintf(error, bytes, "%s", r.err);
+  snprintf(error, bytes, "%s", r.said.err);
   EXPECT(r.code == CLI_OK || r.code == CLI_IO || r.code == CLI_USAGE, "status %d", r.code);
-  command_free(&r);
+  capture_free(&r.said);
   return r.code;
 }
 #define ANSWER(...) answer(command_run(__VA_ARGS__, NULL), error, bytes)

@@ -91,9 +91,9 @@ FILE *__wrap_popen(const char *command, const char *mode) {
 
 /* A failed check says so on stdout, everything else on stderr. */
 static int answer(struct command_run r) {
-  snprintf(said, sizeof said, "%.2000s%.2000s", r.err, r.code == CLI_FAILED ? r.out : "");
+  snprintf(said, sizeof said, "%.2000s%.2000s", r.said.err, r.code == CLI_FAILED ? r.said.out : "");
   EXPECT(r.code == CLI_OK || r.code == CLI_IO || r.code == CLI_FAILED, "status %d: %s", r.code, said);
-  command_free(&r);
+  capture_free(&r.said);
   return r.code;
 }
 

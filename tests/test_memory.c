@@ -83,19 +83,6 @@ static moe_status fail_to_create(moe_context *ctx, moe_stream *out) {
   return moe_fail(MOE_ERROR_DEVICE, "stream_create: broken");
 }
 
-static moe_status begin_any(moe_context *ctx, moe_stream stream) {
-  (void)ctx, (void)stream;
-  return MOE_OK;
-}
-
-TEST(only_a_stream_is_recorded) {
-  struct backend recorder = moe_cpu_backend;
-  recorder.graph_begin = begin_any;
-  moe_context ctx = {.backend = &recorder};
-  REFUSED(moe_graph_begin(&ctx, NULL), ARGUMENT, "graph_begin: stream = NULL");
-  EXPECT(moe_graph_begin(&ctx, (moe_stream)(void *)&ctx) == MOE_OK, "says: %s", moe_last_error());
-}
-
 TEST(failed_calls_leave_nothing) {
   struct backend broken = moe_cpu_backend;
   broken.memory_alloc = fail_to_allocate;

@@ -12,25 +12,19 @@ from __future__ import annotations
 
 import argparse
 import csv
-import statistics
 import subprocess
 import sys
-from typing import Iterable, NamedTuple
+from collections import defaultdict
+from statistics import median
+from typing import Iterable
 
 Shape = tuple[str, str]  # problem, pass
+Table = dict[Shape, list[float]]  # microseconds, a round each
 
 
-class Rounds(NamedTuple):
-    """What one shape took in each round, in microseconds."""
-
-    times: list[float]
-
-    def median(self) -> float:
-        return statistics.median(self.times)
-
-    def spread(self) -> float:
-        """Per cent of the median."""
-        return 100 * (max(self.times) - min(self.times)) / self.median()
+def spread(times: list[float]) -> float:
+    """Per cent of the median."""
+    return 100 * (max(times) - min(times)) / median(times)
 
 
 def read_times(lines: Iterable[str]) -> dict[Shape, float]:
@@ -48,29 +42,29 @@ def one_round(tool: str, arguments: list[str]) -> dict[Shape, float]:
     return times
 
 
-def run_rounds(tools: list[str], count: int, arguments: list[str]) -> list[dict[Shape, Rounds]]:
-    """Shape -> rounds, a table a tool."""
-    tables: list[dict[Shape, Rounds]] = [{} for _ in tools]
+def run_rounds(tools: list[str], count: int, arguments: list[str]) -> list[Table]:
+    """A table a tool."""
+    tables: list[Table] = [defaultdict(list) for _ in tools]
     for _ in range(count):
         for tool, table in zip(tools, tables):
             for shape, time in one_round(tool, arguments).items():
-                table.setdefault(shape, Rounds([])).times.append(time)
+                table[shape].append(time)
     return tables
 
 
-def spread_line(table: dict[Shape, Rounds]) -> str:
-    spreads = [rounds.spread() for rounds in table.values()]
-    return (f"spread of {len(next(iter(table.values())).times)} rounds: median {statistics.median(spreads):.1f} %, at most "
+def spread_line(table: Table) -> str:
+    spreads = [spread(times) for times in table.values()]
+    return (f"spread of {len(next(iter(table.values())))} rounds: median {median(spreads):.1f} %, at most "
             f"{max(spreads):.1f} %, above 1 % in {sum(value > 1 for value in spreads)} of {len(spreads)} shapes")
 
 
-def report(now: dict[Shape, Rounds], before: dict[Shape, Rounds] | None, limit: float) -> list[Shape]:
+def report(now: Table, before: Table | None, limit: float) -> list[Shape]:
     """Prints a line a shape and the sums; returns the shapes that are slower."""
     slower = []
-    for shape, rounds in now.items():
-        line = f"{rounds.median():12.1f} us  spread {rounds.spread():5.1f} %  {shape[1]}  {shape[0]}"
+    for shape, times in now.items():
+        line = f"{median(times):12.1f} us  spread {spread(times):5.1f} %  {shape[1]}  {shape[0]}"
         if before is not None and shape in before:
-            change = 100 * (rounds.median() / before[shape].median() - 1)
+            change = 100 * (median(times) / median(before[shape]) - 1)
             line = f"{change:+7.1f} %{line}"
             slower += [shape] if change > limit else []
         print(line)

@@ -5,6 +5,8 @@
  * they end once all else has been read. Every refusal is one sentence on stderr, and then only. */
 #include "fuzz.h"
 
+#include "../capture.h"
+
 #include "../../tools/cli.h"
 #include "../../tools/commands.h"
 #include "../../tools/problem_list.h"
@@ -83,21 +85,15 @@ static void expect_one_sentence(int code, const char *text, size_t bytes) {
 
 int fuzz_cli(const uint8_t *data, size_t size) {
   struct line l;
-  char path[ARGUMENTS][40], *said = NULL, *printed = NULL;
-  size_t said_bytes = 0, printed_bytes = 0;
-  FILE *const out = stdout, *const err = stderr;
+  char path[ARGUMENTS][40];
+  struct capture said;
   cut(&l, data, size);
   name_files(&l, path);
-  stdout = open_memstream(&printed, &printed_bytes);
-  stderr = open_memstream(&said, &said_bytes);
+  capture_begin(&said);
   const int code = run(&l);
-  fclose(stdout);
-  fclose(stderr);
-  stdout = out;
-  stderr = err;
-  expect_one_sentence(code, said, said_bytes);
-  free(said);
-  free(printed);
+  capture_end(&said);
+  expect_one_sentence(code, said.err, said.err_bytes);
+  capture_free(&said);
   close(l.file.fd);
   free(l.text);
   return 0;
