@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a step's time goes, by torch.profiler: experts, router, attention, optimizer, rest, gaps.
 
-Idea: forward hooks open a named range around the modules of a kind. A forward op belongs to the
-innermost range around it; a backward op to the range of the forward op that made its autograd node,
-which the profiler links by a sequence number. Device time without a kernel is a gap.
+Idea: forward hooks open a named range around the modules of a kind, the profiler writes a trace,
+and `attribution` counts every instant of it once. Device time without any work is a gap. Invariant:
+the shares of a step on a GPU add up to it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+import json
+import tempfile
+from pathlib import Path
 
 import torch
 from torch import nn
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, record_function
 
+from .attribution import Host, Work, device_times, host_times, read_trace
 from .data import Batches
 from .loop import Trainer
 from .models import experts_of
 
-KINDS = ("experts", "router", "attention", "optimizer", "rest", "gaps")
+RANGES = ("experts", "router", "attention", "optimizer")
+KINDS = (*RANGES, "rest", "gaps")
 
 
 def _kind_of(name: str, module: nn.Module, experts: set[int]) -> str | None:
@@ -52,87 +53,57 @@ def add_ranges(model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
     return handles
 
 
-def _range_around(event: FunctionEvent | None) -> str | None:
-    while event is not None:
-        if event.name in KINDS:
-            return event.name
-        event = event.cpu_parent
-    return None
+def trace_of(profiler: torch.profiler.profile) -> tuple[list[Host], list[Work]]:
+    """What a profiler that has ended recorded, of the host and of the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(json.loads(path.read_text(encoding="utf-8", errors="replace")))
 
 
-def _is_backward(event: FunctionEvent) -> bool:
-    return event.scope == 1 or event.name.startswith("autograd::engine::")  # 1: BACKWARD_FUNCTION
-
-
-def _sequence_around(event: FunctionEvent | None) -> int:
-    """The number of the autograd node that runs ``event``; -1 outside a backward pass."""
-    while event is not None:
-        if _is_backward(event) and event.sequence_nr >= 0:
-            return event.sequence_nr
-        event = event.cpu_parent
-    return -1
-
-
-def _own_time_us(event: FunctionEvent, cuda: bool) -> float:
-    if cuda:  # a range has a twin of its own name on the device, which is no kernel
-        return sum(kernel.duration for kernel in event.kernels if kernel.name != event.name)
-    return event.self_cpu_time_total
-
-
-def attribute(events: Iterable[FunctionEvent]) -> list[tuple[FunctionEvent, str]]:
-    """Every event of the host with the kind (all but gaps) that it belongs to."""
-    hosts = [event for event in events if event.device_type == DeviceType.CPU]
-    hosts.sort(key=lambda event: event.time_range.start)
-    # The last op to bear a number is the one that made the node: making it raises the counter.
-    made_in = {e.sequence_nr: _range_around(e) for e in hosts if not _is_backward(e)}
-    made_in[-1] = None
-    return [
-        (event, _range_around(event) or made_in.get(_sequence_around(event)) or "rest")
-        for event in hosts
-    ]
-
-
-def _totals_us(events: Iterable[FunctionEvent], cuda: bool) -> dict[str, float]:
-    total: dict[str, float] = defaultdict(float)
-    for event, kind in attribute(events):
-        total[kind] += _own_time_us(event, cuda)
-    return total
-
-
-def _busy_us(events: Iterable[FunctionEvent]) -> float:
-    """The time in which the device ran at least one kernel."""
-    on_device = [e for e in events if e.device_type == DeviceType.CUDA]
-    named = {e.name for e in events if e.device_type == DeviceType.CPU}  # ranges, not kernels
-    spans = sorted((e.time_range.start, e.time_range.end) for e in on_device if e.name not in named)
-    busy, end = 0.0, float("-inf")
-    for start, stop in spans:
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return busy
+def _record(trainer: Trainer, batches: Batches, steps: range) -> tuple[list[Host], list[Work]]:
+    cuda = next(trainer.model.parameters()).is_cuda
+    handles = add_ranges(trainer.model)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
+    with torch.profiler.profile(activities=activities) as profiler:
+        for step in steps:
+            trainer(batches[step])
+        if cuda:
+            torch.cuda.synchronize()
+    for handle in handles:
+        handle.remove()
+    return trace_of(profiler)
 
 
 def profile(trainer: Trainer, batches: Batches, first: int, steps: int, step_ms: float) -> str:
     """Profiles ``steps`` more steps and returns the shares of a step as text.
 
     step_ms: the time of a step without the profiler, from which the gaps are counted on a GPU.
+    Raises ValueError if the profiler saw nothing of the GPU.
     """
-    cuda = next(trainer.model.parameters()).is_cuda
-    handles = add_ranges(trainer.model)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
-    with torch.profiler.profile(activities=activities) as profiler:
-        for step in range(first, first + steps):
-            trainer(batches[step])
-        if cuda:
-            torch.cuda.synchronize()
-    for handle in handles:
-        handle.remove()
-    events = profiler.events()
-    kinds = {kind: us / steps / 1e3 for kind, us in _totals_us(events, cuda).items()}
-    whole = step_ms if cuda else sum(kinds.values())
+    hosts, works = _record(trainer, batches, range(first, first + steps))
+    unknown, cuda = 0.0, next(trainer.model.parameters()).is_cuda
+    if cuda and not works:
+        raise ValueError("--profile: the profiler recorded no kernel, wanted those of the GPU")
     if cuda:
-        kinds["gaps"] = max(0.0, step_ms - _busy_us(events) / steps / 1e3)
-    rows = [
-        f"  {k:<10} {kinds.get(k, 0.0):9.2f} ms {100 * kinds.get(k, 0.0) / whole:5.1f} %"
-        for k in KINDS
-    ]
-    return "\n".join([f"profile of {steps} steps, a step is {whole:.2f} ms", *rows])
+        times, unknown = device_times(hosts, works, RANGES)
+    else:
+        times = host_times(hosts, RANGES)
+    kinds = {kind or "rest": us / steps / 1e3 for kind, us in times.items()}
+    return table(kinds, unknown / steps / 1e3, step_ms if cuda else 0.0)
+
+
+def table(kinds: dict[str, float], unknown_ms: float, step_ms: float) -> str:
+    """The times of a step in ms as text: gaps are what is left of ``step_ms``.
+
+    A step that was busy for longer than ``step_ms`` is as long as it was busy; ``unknown_ms`` is
+    the time of work whose launch was not recorded, and gets a row if there is any.
+    """
+    rows = {kind: kinds.get(kind, 0.0) for kind in KINDS}
+    if unknown_ms:
+        rows["unknown"] = unknown_ms
+    busy = sum(rows.values())
+    whole = max(step_ms, busy)
+    rows["gaps"] = whole - busy
+    lines = [f"  {kind:<10} {ms:9.2f} ms {100 * ms / whole:5.1f} %" for kind, ms in rows.items()]
+    return "\n".join([f"profile of a step of {whole:.2f} ms", *lines])
