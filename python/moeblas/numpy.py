@@ -113,6 +113,7 @@ class Layer:
             "given_weights": (slots, "float32"),
             "row_offset": ((c.experts + 1,), "int32"),
             "padding_mask": ((tokens,), "uint8"),
+            "token_count": ((1,), "int32"),
             "global_counts": ((c.experts + 1,), "int64"),
         }
         return {
@@ -131,6 +132,7 @@ class Layer:
         given_weights: ArrayLike | None = None,
         row_offset: ArrayLike | None = None,
         padding_mask: ArrayLike | None = None,
+        token_count: ArrayLike | None = None,
         global_counts: NDArray[np.int64] | None = None,
         save: bool = True,
     ) -> Result:
@@ -138,8 +140,10 @@ class Layer:
 
         The other arrays are those of ``moe_forward_args``: logits [T,E], given_ids [T,k] int32,
         given_weights [T,k] fp32, row_offset [E+1] int32, padding_mask [T] bool or uint8;
-        global_counts [E+1] int64 is updated in place. ``save=False`` is inference: nothing is kept
-        for ``backward``. Raises ArgumentError naming the argument that is wrong.
+        token_count is one integer, tokens from which on take no part and give 0 (not with
+        ``entry="rows"``); global_counts [E+1] int64 is updated in place. ``save=False`` is
+        inference: nothing is kept for ``backward``. Raises ArgumentError naming the argument that
+        is wrong.
         """
         tokens = _tokens("forward", x)
         x = _take("forward: x", x, (tokens, self.config.hidden), Dtype(self.config.dtype))
@@ -151,6 +155,7 @@ class Layer:
                 "given_weights": given_weights,
                 "row_offset": row_offset,
                 "padding_mask": _as_bytes(padding_mask),
+                "token_count": _as_count(token_count, tokens),
                 "global_counts": global_counts,
             },
             tokens,
@@ -269,6 +274,17 @@ def _tokens(op: str, x: ArrayLike) -> int:
 def _as_bytes(mask: ArrayLike | None) -> ArrayLike | None:
     mask = mask if mask is None else np.asarray(mask)
     return mask.view(np.uint8) if mask is not None and mask.dtype == np.bool_ else mask
+
+
+def _as_count(count: ArrayLike | None, tokens: int) -> NDArray[np.int32] | None:
+    """[1] int32 of its own, from one integer of any type and value."""
+    if count is None:
+        return None
+    array = np.asarray(count)
+    if not np.issubdtype(array.dtype, np.integer) or array.size != 1:
+        found = f"{array.dtype}{list(array.shape)}"
+        raise ArgumentError(f"forward: token_count is {found}, wanted one integer")
+    return np.clip(array, 0, tokens).astype(np.int32).reshape(1)
 
 
 def _is(array: Array, dtype: Dtype | str) -> bool:

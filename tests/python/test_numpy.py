@@ -234,6 +234,8 @@ def test_rows() -> None:
         given_ids=np.array([0, 0, 2, 2, 3], np.int32)[:, None],
     )
     assert np.array_equal(by_rows.out, by_ids.out)
+    with pytest.raises(ArgumentError, match="token_count is given, wanted NULL: with"):
+        rows.forward(x, params, given_weights=weights, row_offset=offsets, token_count=3)
     a, b = rows.backward(by_rows, x), ids.backward(by_ids, x)
     assert np.array_equal(a.x, b.x) and np.array_equal(a.topk_weights, b.topk_weights[:, 0])
     assert all(np.array_equal(a.params[n], b.params[n]) for n in params)
@@ -272,6 +274,37 @@ def test_global_counts() -> None:
         found = layer.forward(case.x, case.params, global_counts=counts)
         assert np.array_equal(counts, call * np.append(found.counts, TOKENS))
     assert found.losses[0] > 0
+
+
+@pytest.mark.parametrize("name", ["losses", "transposed, shared", "ids", "logits"])
+@pytest.mark.parametrize("count", [-(2**40), 0, 3, TOKENS, 2**40])
+def test_token_count(name: str, count: int) -> None:
+    """The tokens up to the count are the layer on those alone, to the bit; the others give 0."""
+    case, kept = Case(name, "fp32"), min(max(count, 0), TOKENS)
+    x, dout = case.x.copy(), case.dout.copy()
+    x[kept:], dout[kept:] = np.nan, np.inf
+    result = case.layer.forward(x, case.params, **case.arrays, token_count=np.array([count]))
+    grads = case.layer.backward(result, dout)
+    arrays = {key: value[:kept] for key, value in case.arrays.items()}
+    wanted = case.layer.forward(x[:kept], case.params, **arrays)
+    alone = case.layer.backward(wanted, dout[:kept])
+    rows = [(result.out, wanted.out), (grads.x, alone.x)]
+    rows += [(grads.logits, alone.logits)] if "logits" in arrays else []
+    rows += [(grads.topk_weights, alone.topk_weights)] if name == "ids" else []
+    for found, those in rows:
+        assert np.array_equal(found[:kept], those) and not found[kept:].any()
+    assert np.array_equal(result.counts, wanted.counts)
+    assert result.losses is None or np.array_equal(result.losses, wanted.losses)
+    assert all(np.array_equal(grads.params[key], alone.params[key]) for key in case.params)
+
+
+def test_token_count_is_kept_for_backward() -> None:
+    """An array of the caller's may hold the next count before backward runs."""
+    case, count = Case("softmax", "fp32"), np.array([4], np.int32)
+    result = case.run(token_count=count)
+    wanted = case.layer.backward(result, case.dout)
+    count[0] = 1
+    assert np.array_equal(case.layer.backward(result, case.dout).x, wanted.x)
 
 
 def test_no_tokens() -> None:
@@ -348,6 +381,8 @@ def refused(**changed):
         ({"params": {"w1": None}}, "params.w1 = NULL"),
         ({"params": {"shared_gate": np.zeros(8, np.float32)}}, "shared_gate"),
         ({"padding_mask": np.zeros(7)}, "padding_mask.dtype = float64, wanted uint8"),
+        ({"token_count": 3.0}, r"token_count is float64\[\], wanted one integer"),
+        ({"token_count": [3, 4]}, r"token_count is int64\[2\], wanted one integer"),
         ({"logits": np.zeros((7, 4), np.float32)}, "logits"),
         (
             {"case": "ids", "given_ids": np.zeros((7, 2), np.int64)},
