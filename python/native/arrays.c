@@ -12,6 +12,7 @@
 enum type {
   OF_DTYPE,
   OF_ROUTER,
+  OF_LOGITS,
   OF_GRAD,
   OF_FLOAT,
   OF_INT,
@@ -31,7 +32,7 @@ enum factor {
   SHARED_UP,
   SHARED,
   LATENT,
-  COUNTED, /* the counts of all experts, and that of the tokens */
+  EXPERTS_AND_ONE,
   FACTORS
 };
 
@@ -62,11 +63,13 @@ static const struct array parameters[] = {
 
 static const struct array forward_operands[] = {
     {"x", AT(forward.x), OF_DTYPE, {TOKENS, HIDDEN}},
+    {"logits", AT(forward.logits), OF_LOGITS, {TOKENS, EXPERTS}},
     {"given_ids", AT(forward.given_ids), OF_INT, {TOKENS, TOPK}},
     {"given_weights", AT(forward.given_weights), OF_FLOAT, {TOKENS, TOPK}},
+    {"row_offset", AT(forward.row_offset), OF_INT, {EXPERTS_AND_ONE}},
     {"padding_mask", AT(forward.padding_mask), OF_BYTE, {TOKENS}},
     {"token_count", AT(forward.token_count), OF_INT, {ONE}},
-    {"global_counts", AT(forward.global_counts), OF_INT, {COUNTED, TWO}}, /* int64_t as words */
+    {"global_counts", AT(forward.global_counts), OF_INT, {EXPERTS_AND_ONE, TWO}}, /* int64_t as words */
     {0}};
 
 static const struct array forward_results[] = {
@@ -75,14 +78,16 @@ static const struct array forward_results[] = {
     {"topk_weights", AT(forward.topk_weights), OF_FLOAT, {TOKENS, TOPK}},
     {"counts", AT(forward.counts), OF_INT, {EXPERTS}},
     {"losses", AT(forward.losses), OF_FLOAT, {TWO}},
-    {"global_counts", AT(new_global_counts), OF_INT, {COUNTED, TWO}},
+    {"global_counts", AT(new_global_counts), OF_INT, {EXPERTS_AND_ONE, TWO}},
     {"saved", AT(forward.saved), OF_SPACE, {0}},
     {"workspace", AT(forward.workspace), OF_SPACE, {0}},
     {0}};
 
 static const struct array backward_operands[] = {
     {"x", AT(backward.x), OF_DTYPE, {TOKENS, HIDDEN}},
+    {"logits", AT(backward.logits), OF_LOGITS, {TOKENS, EXPERTS}},
     {"given_weights", AT(backward.given_weights), OF_FLOAT, {TOKENS, TOPK}},
+    {"row_offset", AT(backward.row_offset), OF_INT, {EXPERTS_AND_ONE}},
     {"padding_mask", AT(backward.padding_mask), OF_BYTE, {TOKENS}},
     {"token_count", AT(backward.token_count), OF_INT, {ONE}},
     {"dout", AT(backward.dout), OF_DTYPE, {TOKENS, HIDDEN}},
@@ -92,6 +97,7 @@ static const struct array backward_operands[] = {
 
 static const struct array backward_results[] = {
     {"dx", AT(backward.dx), OF_DTYPE, {TOKENS, HIDDEN}},
+    {"dlogits", AT(backward.dlogits), OF_LOGITS, {TOKENS, EXPERTS}},
     {"dgiven_weights", AT(backward.dtopk_weights), OF_FLOAT, {TOKENS, TOPK}},
     {"drouter_weight", AT(grads.router_weight), OF_GRAD, {EXPERTS, HIDDEN}},
     {"drouter_bias", AT(grads.router_bias), OF_FLOAT, {EXPERTS}},
@@ -133,7 +139,7 @@ static struct layer layer_of(const moe_config *c, int64_t tokens) {
                                     [SHARED_UP] = halves * c->shared_inter,
                                     [SHARED] = c->shared_inter,
                                     [LATENT] = c->latent,
-                                    [COUNTED] = c->experts + 1}};
+                                    [EXPERTS_AND_ONE] = c->experts + 1}};
 }
 
 static int xla_type(moe_dtype dtype) {
@@ -149,6 +155,7 @@ static int wanted_type(enum type type, const moe_config *c) {
   switch (type) {
   case OF_DTYPE: return xla_type(c->dtype);
   case OF_ROUTER: return xla_type(c->router_dtype);
+  case OF_LOGITS: return xla_type(c->logits_dtype);
   case OF_GRAD: return xla_type(c->grad_dtype);
   case OF_FLOAT: return XLA_F32;
   case OF_INT: return XLA_S32;

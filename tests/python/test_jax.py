@@ -118,6 +118,49 @@ def test_no_tokens(device):
         assert not np.asarray(grad).any()
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows(device, dtype, weighted):
+    """Rows sorted by expert are one choice a token, to the bit; rows past the last take no part."""
+    problem = Problem(topk=1, dtype=dtype).with_biases()
+    ids = jnp.sort(problem.ids, axis=0).at[-4:].set(-1)
+    counts = np.bincount(np.asarray(ids[:-4, 0]), minlength=problem.count)
+    offset = np.append(0, counts.cumsum()).astype(np.int16)
+    arrays = dict(problem.arrays, weights=problem.arrays["weights"][:, 0])
+    if not weighted:
+        problem.arrays["weights"] = jnp.ones_like(problem.arrays["weights"])
+        del arrays["weights"]
+
+    def loss(arrays):
+        out = moe_jax.rows(row_offset=offset, **arrays)
+        return (out.astype(jnp.float32) * problem.dout.astype(jnp.float32)).sum(), out
+
+    grads, out = jax.jit(jax.grad(loss, has_aux=True))(arrays)
+    assert_same(out, problem.call(moe_jax.experts, ids)(problem.arrays))
+    assert np.asarray(out[:-4]).any() and not np.asarray(out[-4:]).any()
+    wanted = jax.grad(problem.loss(moe_jax.experts, ids))(problem.arrays)
+    for name, grad in grads.items():
+        assert np.asarray(grad).any()
+        assert_same(grad.ravel(), wanted[name].ravel())
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"row_offset": np.zeros(5, np.int32)}, "row_offset is int32[5], wanted int32[6]"),
+        ({"row_offset": np.zeros(6)}, "row_offset is of float32, wanted integers"),
+        ({"weights": np.zeros((33, 1))}, "weights is float32[33, 1], wanted float32[33]"),
+        ({"topk": 2}, "option topk is unknown"),
+        ({"capacity_factor": 1.0}, "option capacity_factor is unknown"),
+    ],
+)
+def test_rows_refuse(changed, sentence):
+    given = {"row_offset": np.zeros(6, np.int32)} | Problem().arrays | {"weights": None} | changed
+    with pytest.raises(moeblas.ArgumentError) as caught:
+        moe_jax.rows(**given)
+    assert sentence in str(caught.value)
+
+
 def test_donated_buffers(device):
     """Steps of gradient descent that give their parameters away end in the same bits."""
     problem = Problem().with_biases()
@@ -242,6 +285,8 @@ HANDLER_REFUSALS = {
     "w2 has XLA's element type 10, wanted 11": {"w2": np.zeros((5, 32, 24), np.float16)},
     'buffer 4 is "w3", wanted a known name': {"operands": "x given_ids given_weights w1 w3"},
     'wanted one more: "b1"': {"operands": "x given_ids given_weights w1 w2 b1"},
+    "row_offset has 66 elements, wanted 6": {"operands": "x row_offset given_weights w1 w2"},
+    "logits has XLA's element type 4, wanted 0": {"operands": "x logits given_weights w1 w2"},
     "x given_ids given_weights w1": {"operands": "x given_ids given_weights w1"},
     "config has 4 bytes, wanted up to": {"config": np.zeros(4, np.uint8)},
     "config.size = 0, wanted 64": {"config": np.zeros(64, np.uint8)},

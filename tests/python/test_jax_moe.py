@@ -64,7 +64,7 @@ def expected_of(arrays, ids, dout, **router):
     return value, weights, pull(dout)[0]
 
 
-def check(arrays, rest=None, **options):
+def check(arrays, rest=None, run=moe_jax.moe, **options):
     """Choice, values and gradients of every float."""
     rest, dtype = rest or {}, arrays["x"].dtype
     router = {k: v for k, v in options.items() if k in ("score", "renormalize", "scale")}
@@ -75,7 +75,7 @@ def check(arrays, rest=None, **options):
     )
 
     def loss(arrays):
-        out, aux = moe_jax.moe(**arrays, **rest, topk=TOPK, **options)
+        out, aux = run(**arrays, **rest, topk=TOPK, **options)
         return (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(), (out, aux)
 
     (_, (out, aux)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
@@ -149,6 +149,67 @@ def test_bfloat16_with_float32_router(device):
     arrays = arrays_of("bfloat16", shared=16)
     check(arrays)
     check(arrays | {"router_weight": arrays["router_weight"].astype(jnp.float32)})
+
+
+def by_logits(x, router_weight, **rest):
+    """As ``moe``, with the router's product by JAX, which carries its gradients on."""
+    logits = jnp.matmul(x, router_weight.T, precision=reference.HIGHEST)
+    return moe_jax.moe(x, None, logits=logits, **rest)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_logits(device, score):
+    """Ready logits stand in for the router's product, beside all else that a layer has."""
+    arrays = arrays_of(shared=16, latent=16)
+    arrays["router_bias"] = jnp.linspace(0, 0.5, EXPERTS, dtype=jnp.float32)
+    mask = jnp.arange(TOKENS) % 3 == 0
+    aux = check(arrays, {"padding_mask": mask}, by_logits, score=score, renormalize=True)
+    assert (np.asarray(aux.ids[::3]) == -1).all() and (np.asarray(aux.ids[1::3]) >= 0).all()
+
+
+def test_losses_of_logits(device):
+    """Both losses reach the logits as they reach the router's weight."""
+    arrays = arrays_of()
+
+    def loss(arrays, run):
+        _, aux = run(**arrays, topk=TOPK, **LOSSES["batch"])
+        return 0.7 * aux.balance_loss - 1.5 * aux.z_loss, aux
+
+    grad = jax.value_and_grad(loss, has_aux=True)
+    (_, found), grads = grad(arrays, by_logits)
+    (_, wanted), expected = grad(arrays, moe_jax.moe)
+    assert_close(found.balance_loss, wanted.balance_loss, "float32")
+    assert_close(found.z_loss, wanted.z_loss, "float32")
+    for name in ("x", "router_weight"):
+        assert np.asarray(grads[name]).any()
+        assert_close(grads[name], expected[name], "float32", name)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_of_half_types(device, dtype):
+    """They are read as they are: the layer is that on the same numbers in float32."""
+    arrays = arrays_of()
+    logits = (arrays["x"] @ arrays.pop("router_weight").T).astype(dtype)
+
+    def loss(logits):
+        out, _ = moe_jax.moe(router_weight=None, logits=logits, **arrays, topk=TOPK)
+        return (out**2).sum(), out
+
+    grads, out = jax.jit(jax.grad(loss, has_aux=True))(logits)
+    wide, wanted = jax.grad(loss, has_aux=True)(logits.astype(jnp.float32))
+    assert_same(out, wanted)
+    assert grads.dtype == dtype and np.asarray(wide).any()
+    assert_same(grads, wide.astype(dtype))
+
+
+@pytest.mark.parametrize("run", [moe_jax.moe, by_logits])
+def test_replayed_ids(device, run):
+    """Ids of the caller's in place of the choice; their weights still come from the scores."""
+    ids = np.random.default_rng(5).permuted(np.tile(np.arange(EXPERTS), (TOKENS, 1)), axis=1)
+    ids = ids[:, :TOPK].astype(np.int16)
+    ids[0, 1], ids[1] = -1, -5
+    aux = check(arrays_of(), {"ids": ids}, run)
+    assert_same(np.maximum(aux.ids, -1), np.maximum(ids, -1))
 
 
 LOSSES = {
@@ -345,6 +406,19 @@ REFUSALS = {
         "router_weight": np.zeros((EXPERTS, HIDDEN), np.float16)
     },
     "topk = 9, wanted at most the 8 experts": {"topk": 9},
+    "router_weight and logits are both None, wanted one": {"router_weight": None},
+    "router_weight and logits are both given, wanted one": {
+        "logits": np.zeros((TOKENS, EXPERTS), np.float32)
+    },
+    "logits is of int32, wanted float32, bfloat16 or float16": {
+        "router_weight": None,
+        "logits": np.zeros((TOKENS, EXPERTS), np.int32),
+    },
+    "logits is float32[40, 7], wanted float32[40, 8]": {
+        "router_weight": None,
+        "logits": np.zeros((TOKENS, EXPERTS - 1), np.float32),
+    },
+    "ids is int32[40, 2], wanted int32[40, 3]": {"ids": np.zeros((TOKENS, 2), np.int32)},
     "option tokens is unknown": {"tokens": 3},
     'router.score = "max", wanted one of softmax': {"score": "max"},
 }

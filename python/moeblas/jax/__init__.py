@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer in JAX, under jit and grad: ``experts`` (routing given) and ``moe`` (router inside).
+"""The layer in JAX, under jit and grad: ``experts`` (routing given), ``rows`` (rows already sorted
+by expert) and ``moe`` (router inside).
 
 On the CPU and on CUDA, wherever XLA puts the arrays. Shapes: T tokens, H hidden, F inter, E
 experts, k topk.
@@ -21,7 +22,7 @@ from ._layer import run_layer
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Aux", "ExpertOptions", "MoeOptions", "experts", "moe"]
+__all__ = ["Aux", "ExpertOptions", "MoeOptions", "experts", "moe", "rows"]
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -71,6 +72,14 @@ def _ids(ids: jax.Array, shape: tuple[int, ...], count: int) -> jax.Array:
     if ids.dtype.itemsize >= 4 and ids.dtype != jnp.int32:
         narrow = jnp.where((ids >= 0) & (ids < count), narrow, -1)
     return _checked("ids", narrow, shape, jnp.int32)
+
+
+def _row_offset(offset: jax.Array, count: int) -> jax.Array:
+    """[E+1] int32, from integers of any type."""
+    offset = jnp.asarray(offset)
+    if not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise ArgumentError(f"moeblas.jax: row_offset is of {offset.dtype}, wanted integers")
+    return _checked("row_offset", offset.astype(jnp.int32), (count + 1,), jnp.int32)
 
 
 def _mask(mask: jax.Array, tokens: int) -> jax.Array:
@@ -158,6 +167,44 @@ def _parameters(config: Config, x: jax.Array, given: Mapping[str, jax.Array | No
     return {name: _checked(name, array, shapes[name], x.dtype) for name, array in present.items()}
 
 
+def _score_fields(
+    x: jax.Array, router_weight: jax.Array | None, logits: jax.Array | None
+) -> dict[str, str]:
+    """What the configuration says of the scores; they come from one of the two."""
+    if (router_weight is None) == (logits is None):
+        found = "both None" if logits is None else "both given"
+        raise ArgumentError(
+            f"moeblas.jax: router_weight and logits are {found}, wanted one of them"
+        )
+    if logits is None:
+        own = jnp.asarray(router_weight).dtype == jnp.float32
+        return {"router_dtype": "fp32" if own else _DTYPES.get(str(x.dtype), "default")}
+    dtype = str(jnp.asarray(logits).dtype)
+    if dtype not in _DTYPES:
+        wanted = "float32, bfloat16 or float16"
+        raise ArgumentError(f"moeblas.jax: logits is of {dtype}, wanted {wanted}")
+    return {"entry": "logits", "logits_dtype": _DTYPES[dtype]}
+
+
+def _router(
+    config: Config, x: jax.Array, given: Mapping[str, jax.Array | None]
+) -> dict[str, jax.Array]:
+    """The arrays of the router that are given, checked against the configuration."""
+    count, tokens = config.experts, x.shape[0]
+    arrays = {name: jnp.asarray(array) for name, array in given.items() if array is not None}
+    for name, array in arrays.items():
+        if name == "router_weight":
+            dtype = jnp.float32 if array.dtype == jnp.float32 else x.dtype
+            arrays[name] = _checked(name, array, (count, config.hidden), dtype)
+        elif name == "logits":
+            arrays[name] = _checked(name, array, (tokens, count), array.dtype)
+        elif name == "given_ids":
+            arrays[name] = _ids(array, (tokens, config.topk), count)
+        else:
+            arrays[name] = _floats(name, array, (count,))
+    return arrays
+
+
 # ---- the layer
 
 
@@ -196,15 +243,46 @@ def experts(
     return run_layer(bytes(config), {"x": x, **arrays})["out"]
 
 
+def rows(
+    x: jax.Array,
+    row_offset: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    b1: jax.Array | None = None,
+    b2: jax.Array | None = None,
+    *,
+    weights: jax.Array | None = None,
+    **options: Unpack[ExpertOptions],
+) -> jax.Array:
+    """The experts on rows that are sorted by expert already, as expert parallelism has them.
+
+    x [R,H]; row_offset [E+1] integers on the device: rows row_offset[e] .. row_offset[e+1]-1 are
+    those of expert e. weights [R] floats, used in float32, or None for 1. The rest is as for
+    ``experts``, the errors too.
+
+    Returns out [R,H] of x's type, in which rows from row_offset[E] on are 0; differentiable in all
+    but row_offset.
+    """
+    x = jnp.asarray(x)
+    config = _config(x, w2, _known(options, ExpertOptions), entry="rows", topk=1)
+    arrays = _parameters(config, x, {"w1": w1, "w2": w2, "b1": b1, "b2": b2})
+    arrays["row_offset"] = _row_offset(row_offset, config.experts)
+    if weights is not None:
+        arrays["given_weights"] = _floats("weights", weights, x.shape[:1])
+    return run_layer(bytes(config), {"x": x, **arrays})["out"]
+
+
 def moe(
     x: jax.Array,
-    router_weight: jax.Array,
+    router_weight: jax.Array | None,
     w1: jax.Array,
     w2: jax.Array,
     b1: jax.Array | None = None,
     b2: jax.Array | None = None,
     *,
     topk: int,
+    logits: jax.Array | None = None,
+    ids: jax.Array | None = None,
     router_bias: jax.Array | None = None,
     correction_bias: jax.Array | None = None,
     padding_mask: jax.Array | None = None,
@@ -219,19 +297,20 @@ def moe(
 ) -> tuple[jax.Array, Aux]:
     """A whole Mixture-of-Experts layer: router, experts, shared expert, latent projections.
 
-    x [T,H]; router_weight [E,H] of x's type or float32; router_bias, correction_bias [E] floats,
-    used in float32; padding_mask [T]: a token where it is not 0 takes no part, nor does one from
-    ``token_count`` on. global_counts, for ``balance="global"``: the counts so far, zeros at first,
-    [E+1,2] int32 (low and high word) or [E+1] int64. w1, w2, b1, b2 as in ``experts``, with L for H
-    if latent_down [L,H] and latent_up [H,L] are given. shared_w1 [V,H] and shared_w2 [H,S], V = 2S
-    for gated activations, else S; shared_gate [H]. ``transposed`` turns all matrices but the
+    x [T,H]; router_weight [E,H] of x's type or float32, or None where ready logits [T,E] are given,
+    of float32, bfloat16 or float16; ids [T,k] integers to use in place of the router's choice, as
+    for ``experts``, their weights still come from the scores; router_bias, correction_bias [E]
+    floats, used in float32; padding_mask [T]: a token where it is not 0 takes no part, nor does one
+    from ``token_count`` on. global_counts, for ``balance="global"``: the counts so far, zeros at
+    first, [E+1,2] int32 (low and high word) or [E+1] int64. w1, w2, b1, b2 as in ``experts``, with
+    L for H if latent_down [L,H] and latent_up [H,L] are given. shared_w1 [V,H] and shared_w2 [H,S],
+    V = 2S for gated activations, else S; shared_gate [H]. ``transposed`` turns all matrices but the
     router's. Options: ``MoeOptions``.
 
     Returns out [T,H], differentiable in all floats but correction_bias, and ``Aux``, whose two
     losses are to be added to the training loss. Raises as ``experts`` does.
     """
-    x, router_weight = jnp.asarray(x), jnp.asarray(router_weight)
-    router_dtype = jnp.dtype(jnp.float32 if router_weight.dtype == jnp.float32 else x.dtype)
+    x = jnp.asarray(x)
     known = _known(options, MoeOptions)
     along = 0 if known.get("transposed") else 1
     config = _config(
@@ -239,9 +318,9 @@ def moe(
         w2,
         known,
         topk=topk,
-        router_dtype=_DTYPES.get(str(router_dtype), "default"),
         shared_inter=0 if shared_w2 is None else jnp.shape(shared_w2)[along],
         latent=0 if latent_up is None else jnp.shape(latent_up)[along],
+        **_score_fields(x, router_weight, logits),
     )
     arrays = _parameters(
         config,
@@ -262,11 +341,9 @@ def moe(
         raise ArgumentError(
             f"moeblas.jax: topk = {topk}, wanted at most the {config.experts} experts"
         )
-    rows = (config.experts, config.hidden)
-    arrays["router_weight"] = _checked("router_weight", router_weight, rows, router_dtype)
-    for name, bias in (("router_bias", router_bias), ("correction_bias", correction_bias)):
-        if bias is not None:
-            arrays[name] = _floats(name, bias, rows[:1])
+    router = {"router_weight": router_weight, "logits": logits, "given_ids": ids}
+    router |= {"router_bias": router_bias, "correction_bias": correction_bias}
+    arrays |= _router(config, x, router)
     arrays |= _bookkeeping(config, x.shape[0], padding_mask, token_count, global_counts)
     found = run_layer(bytes(config), {"x": x, **arrays})
     counts = found.get("global_counts")

@@ -19,9 +19,10 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .. import _lib
-from .._structs import Backend, Balance, Config
+from .._structs import Backend, Balance, Config, Entry
 
-_NO_GRADIENT = ("given_ids", "padding_mask", "token_count", "global_counts", "correction_bias")
+_NO_GRADIENT = {"given_ids", "row_offset", "padding_mask", "token_count", "global_counts"}
+_NO_GRADIENT |= {"correction_bias"}
 # Inputs of the forward call alone.
 _NOT_KEPT = ("given_ids", "global_counts")
 
@@ -155,7 +156,7 @@ def _forward(config: bytes, arrays: Mapping[str, jax.Array], keep: bool) -> dict
     parsed = Config.from_buffer_copy(config)
     slots = (arrays["x"].shape[0], parsed.topk)
     results = {"out": _like(arrays["x"])}
-    if "router_weight" in arrays:
+    if parsed.entry in (Entry.HIDDEN, Entry.LOGITS):
         results["topk_ids"] = jax.ShapeDtypeStruct(slots, jnp.int32)
         results["topk_weights"] = jax.ShapeDtypeStruct(slots, jnp.float32)
         results["counts"] = jax.ShapeDtypeStruct((parsed.experts,), jnp.int32)
