@@ -65,6 +65,7 @@ static void row_forward(const struct mlp *m, int64_t e, int64_t r) {
     const double bias = m->b1 ? m->b1[e * m->columns + c] : 0;
     h[c] = weight * dot(x, m->w1 + (e * m->columns + c) * m->width, m->width) + bias;
   }
+  if (m->h_sums) memcpy(m->h_sums + r * m->columns, h, (size_t)m->columns * sizeof *h);
   round_all(h, m->columns, m->rounding);
   for (int64_t f = 0; f < m->inter; f++) a[f] = act_value(m, h, f);
   round_all(a, m->inter, m->rounding);
@@ -252,6 +253,7 @@ static void allocate_routed(struct run *w) {
   m->w1 = o->w1, m->w2 = o->w2, m->b1 = o->b1, m->b2 = o->b2;
   allocate_bank(w, m, slots);
   m->h = o->h = output(w, slots * m->columns);
+  m->h_sums = o->h_sums = output(w, slots * m->columns);
   m->offsets = o->offsets = zeros(w, w->experts + 1, sizeof(int32_t));
   o->dw1 = m->dw1, o->dw2 = m->dw2;
   if (o->dout == NULL) return;
@@ -279,7 +281,7 @@ static void allocate_latent(struct run *w) {
   const int64_t latent = w->c.latent, hidden = w->hidden;
   w->latent_down = canonical(w, w->o->latent_down, 1, latent, hidden);
   w->latent_up = canonical(w, w->o->latent_up, 1, hidden, latent);
-  w->latent_x = doubles(w, w->tokens * latent);
+  w->latent_x = w->o->latent_x = output(w, w->tokens * latent);
   w->latent_y = doubles(w, w->tokens * latent);
   if (w->o->dout == NULL) return;
   w->latent_dx = doubles(w, w->tokens * latent);
@@ -291,7 +293,8 @@ static void allocate_latent(struct run *w) {
 static void allocate_router(struct run *w) {
   struct oracle *o = w->o;
   o->keys = output(w, w->tokens * w->experts);
-  w->z = doubles(w, w->tokens * w->experts);
+  o->raw_keys = output(w, w->tokens * w->experts);
+  w->z = o->z = output(w, w->tokens * w->experts);
   w->score = doubles(w, w->tokens * w->experts);
   w->share = doubles(w, w->tokens * w->experts);
   w->logsumexp = doubles(w, w->tokens);
@@ -447,7 +450,8 @@ static double **output_array(struct oracle *o, size_t i) {
                     &o->dx,           &o->dlogits,    &o->dtopk_weights, &o->drouter_weight,
                     &o->drouter_bias, &o->dw1,        &o->db1,           &o->dw2,
                     &o->db2,          &o->dshared_w1, &o->dshared_w2,    &o->dshared_gate,
-                    &o->dlatent_down, &o->dlatent_up};
+                    &o->dlatent_down, &o->dlatent_up, &o->raw_keys,      &o->z,
+                    &o->h_sums,       &o->latent_x};
   return i < sizeof all / sizeof *all ? all[i] : NULL;
 }
 

@@ -30,16 +30,22 @@ struct oracle {
    * the chosen ids [T,k], and which slots have no row (slot_row < 0). NULL: decide here. */
   const int32_t *use_ids;
   const int32_t *use_slot_row;
+  const float *
+      use_weights; /* [T,k] what the experts are weighed with; `weights` and the router stay the oracle's own */
 
   /* out: allocated by oracle_run, freed by oracle_free; NULL where the configuration has no such thing */
-  double *out;     /* [T,H] */
-  double *keys;    /* [T,E] selection keys of the router, -inf where the group was not chosen or z is NaN */
-  int32_t *ids;    /* [T,k] */
-  double *weights; /* [T,k] */
-  int32_t *counts; /* [E] before drops */
+  double *out;      /* [T,H] */
+  double *keys;     /* [T,E] selection keys of the router, -inf where the group was not chosen or z is NaN */
+  double *raw_keys; /* [T,E] the same before groups are chosen */
+  double *z;        /* [T,E] logits, their bias included */
+  int32_t *ids;     /* [T,k] */
+  double *weights;  /* [T,k] */
+  int32_t *counts;  /* [E] before drops */
   int32_t *row_of_slot; /* [T,k] row or -1 */
   int32_t *offsets;     /* [E+1] */
   double *h;            /* [R,F2] */
+  double *h_sums;       /* [R,F2] h before it is rounded */
+  double *latent_x;     /* [T,L] */
   double losses[2];
   double *dx, *dlogits,
       *dtopk_weights; /* dlogits for HIDDEN and LOGITS; dtopk_weights [T,k] for all entries but ROWS ([T]) */

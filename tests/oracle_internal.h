@@ -6,6 +6,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "oracle.h"
 
@@ -22,6 +23,7 @@ struct mlp {
   int64_t *token;       /* [R] or -1: the row takes no part */
   double *weight;       /* [R] */
   double *h, *a, *y;    /* [R,columns], [R,F], [R,D] */
+  double *h_sums;       /* [R,columns] h before it is rounded, or NULL */
   double *da, *dh, *dx; /* [R,F], [R,columns], [R,D]; dx includes the weight when that is on the input */
   double *dweight;      /* [R] */
   double *dw1, *db1, *dw2, *db2;

@@ -92,6 +92,7 @@ static void choose(struct run *w, int64_t t) {
   for (int64_t e = 0; e < w->experts; e++) {
     const double value = (by_logit ? z[e] : w->score[t * w->experts + e]) + (bias ? bias[e] : 0);
     key[e] = z[e] == -INFINITY || isnan(value) ? -INFINITY : value;
+    w->o->raw_keys[t * w->experts + e] = key[e];
     w->taken[e] = 0;
   }
   if (router->groups > 1) choose_groups(w, key);
@@ -225,7 +226,7 @@ static int64_t rank_of(const struct run *w, const int32_t *slots, int64_t count,
 static void add_row(struct run *w, int32_t slot, int64_t row) {
   w->o->row_of_slot[slot] = (int32_t)row;
   w->routed.token[row] = slot / w->topk;
-  w->routed.weight[row] = w->o->weights[slot];
+  w->routed.weight[row] = w->o->use_weights ? (double)w->o->use_weights[slot] : w->o->weights[slot];
 }
 
 /* Rows are the caller's: row r is slot r. */

@@ -185,11 +185,14 @@ static void print_repeat(const struct job *job, const char *text) {
 static void print_verdict(struct job *job, const char *text, const struct verdict *v) {
   const char *word = v->refused ? "REFUSED" : v->failed ? "FAIL" : "PASS";
   const char *colour = v->failed || v->refused ? cli_red(stdout) : cli_green(stdout);
-  char where[64] = "all", numbers[160] = "";
+  char where[64] = "all", numbers[160] = "", excuse[64] = "";
   if (v->row >= 0) snprintf(where, sizeof where, "row %lld", (long long)v->row);
   if (v->against)
     snprintf(numbers, sizeof numbers, "  %s %s: %.2g of %.2g (%s)", tensor_name(v->tensor), where, v->error,
              v->limit, v->against);
+  if (v->excused)
+    snprintf(excuse, sizeof excuse, "; %lld of %lld rows excused at a step", (long long)v->excused,
+             (long long)v->rows);
   if (job->json) {
     json_open(&job->out, NULL, '{');
     json_text(&job->out, "problem", text);
@@ -199,11 +202,13 @@ static void print_verdict(struct job *job, const char *text, const struct verdic
     json_real(&job->out, "error", v->error);
     json_real(&job->out, "limit", v->limit);
     json_text(&job->out, "against", v->against);
+    json_integer(&job->out, "rows", v->rows);
+    json_integer(&job->out, "excused", v->excused);
     json_text(&job->out, "says", v->text);
     json_close(&job->out, '}');
     return;
   }
-  printf("%s%s%s %s%s\n", colour, word, cli_reset(stdout), text, numbers);
+  printf("%s%s%s %s%s%s\n", colour, word, cli_reset(stdout), text, numbers, excuse);
   if (v->text[0]) printf("     %s\n", v->text);
   if (v->failed) print_repeat(job, text);
   fflush(stdout);

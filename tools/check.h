@@ -20,6 +20,8 @@ struct verdict {
   double limit;
   enum tensor tensor;
   int64_t row;
+  int64_t rows;            /* that were compared */
+  int64_t excused;         /* of them, beyond their limit beside a step of the derivative (check_kinks.c) */
   const char *against;     /* "ideal" or "staged": the reference that the worst was measured against */
   char text[VERDICT_TEXT]; /* what failed other than a number, "" if nothing */
 };
@@ -48,11 +50,17 @@ bool check_run(moe_context *ctx, const struct sample *sample, struct run *run, s
 void check_run_close(struct run *run); /* the plan as well */
 
 struct oracle;
-/* Elements of h in the ideal oracle's run that fp32 noise may put on the other side of a step of the derivative, each of
- * which may change one row of dx, dw1 and db1 by a term (check_kinks.c). */
-int64_t check_kinks(const moe_config *config, const struct oracle *ideal);
 /* Compares the results of `run` with the oracle on the data of `truth` (check_compare.c). */
 void check_compare(const struct sample *truth, const struct run *run, struct verdict *verdict);
+#define CHECK_KEY_TOLERANCE 1e-5 /* of a selection key: fp32 sums of unit terms, docs/numerics.md */
+/* Whether the ids are such as can be followed; whether they, and the weights, are those of the oracle's keys up to fp32 noise
+ * (check_keys.c). */
+void check_choice(const struct sample *truth, const struct run *run, struct verdict *verdict);
+void check_keys(const struct sample *truth, const struct run *run, const struct oracle *o,
+                struct verdict *verdict);
+void check_weights(const struct sample *truth, const struct run *run, const struct oracle *o,
+                   struct verdict *verdict);
+bool check_masked(const struct sample *sample, int64_t token);
 /* Equal numbers, one by one; either may be absent (check_compare.c). */
 void check_integers(const struct run *run, enum tensor id, const int32_t *wanted, int64_t count,
                     struct verdict *verdict);

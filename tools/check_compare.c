@@ -16,59 +16,13 @@
 #include <string.h>
 
 #include "check.h"
-#include "check_reference.h"
+#include "check_kinks.h"
 
 enum {
   SHORT_ROW = 16
 };
-#define KEY_TOLERANCE 1e-5 /* of a selection key: fp32 sums of unit terms, docs/numerics.md */
 
 /* ---- decisions ------------------------------------------------------------------------------------------------- */
-
-static bool is_masked(const struct sample *s, int64_t token) {
-  const uint8_t *mask = s->data[T_MASK];
-  return mask && mask[token];
-}
-
-/* Ids of a router are experts and distinct; given ids are copied; masked tokens have -1. */
-static void check_ids(const struct sample *s, const struct run *run, struct verdict *v) {
-  const int64_t topk = s->problem.config.topk, experts = s->problem.config.experts;
-  const int32_t *ids = run_data(run, T_TOPK_IDS), *given = s->data[T_GIVEN_IDS];
-  for (int64_t t = 0; ids && t < s->problem.tokens; t++) {
-    for (int64_t j = 0; j < topk; j++) {
-      const int32_t id = ids[t * topk + j];
-      const int32_t copied = given ? given[t * topk + j] : 0;
-      bool good = is_masked(s, t) ? id == -1 : given ? id == copied : id >= 0 && id < experts;
-      for (int64_t i = 0; i < j && good && !given && !is_masked(s, t); i++) good = ids[t * topk + i] != id;
-      if (!good)
-        verdict_fail(v, "topk_ids[%lld,%lld] = %d is no choice that could be made", (long long)t,
-                     (long long)j, id);
-    }
-  }
-}
-
-/* No expert left out may have a key above that of a chosen one. */
-static void check_keys(const struct sample *s, const struct run *run, const double *keys, struct verdict *v) {
-  const int64_t topk = s->problem.config.topk, experts = s->problem.config.experts;
-  const int32_t *ids = run_data(run, T_TOPK_IDS);
-  if (keys == NULL || s->problem.replay) return;
-  for (int64_t t = 0; t < s->problem.tokens; t++) {
-    bool chosen[MOE_MAX_EXPERTS] = {false};
-    double lowest = INFINITY;
-    if (is_masked(s, t)) continue;
-    for (int64_t j = 0; j < topk; j++) {
-      const int32_t id = ids[t * topk + j];
-      chosen[id] = true;
-      lowest = fmin(lowest, keys[t * experts + id]);
-    }
-    for (int64_t e = 0; e < experts; e++) {
-      const double key = keys[t * experts + e];
-      if (!chosen[e] && key > lowest + KEY_TOLERANCE * (1 + fabs(key)))
-        verdict_fail(v, "topk_ids[%lld]: expert %lld has key %.9g and was left out for one of %.9g",
-                     (long long)t, (long long)e, key, lowest);
-    }
-  }
-}
 
 /* A slot that the library keeps and the oracle drops, or the other way, must weigh what another such slot of its expert
  * weighs; and each expert keeps as many slots as it should. */
@@ -87,7 +41,7 @@ static void check_drop(const struct sample *s, const struct run *run, const stru
       low = fmin(low, own->weights[i]);
       high = fmax(high, own->weights[i]);
     }
-    const bool tie = s->problem.config.drop == MOE_DROP_WEIGHT && high - low <= KEY_TOLERANCE * high;
+    const bool tie = s->problem.config.drop == MOE_DROP_WEIGHT && high - low <= CHECK_KEY_TOLERANCE * high;
     if (balance || (differ && !tie))
       verdict_fail(v, "slot_row: expert %lld does not keep the slots that its capacity leaves", (long long)e);
   }
@@ -119,7 +73,7 @@ static void check_global_counts(const struct sample *s, const struct run *run, c
   const int64_t experts = s->problem.config.experts;
   int64_t live = 0;
   if (before == NULL) return;
-  for (int64_t t = 0; t < s->problem.tokens; t++) live += !is_masked(s, t);
+  for (int64_t t = 0; t < s->problem.tokens; t++) live += !check_masked(s, t);
   for (int64_t e = 0; e <= experts; e++) {
     const int64_t wanted = before[e] + (e < experts ? o->counts[e] : live);
     if (after[e] != wanted)
@@ -218,31 +172,24 @@ static double loss_usual(const struct sample *s, int64_t row, double loss) {
   return row == 1 ? 2 * sqrt((double)s->problem.config.router.z_coeff * loss) : 0;
 }
 
-/* Rows of a tensor that elements on a step of the derivative may change by a term. */
-static int64_t rows_excused(const struct sample *s, enum tensor id, int64_t kinks) {
-  const moe_config *c = &s->problem.config;
-  const int64_t all = kinks > 0 ? s->shape[id].rows : 0;
-  switch ((int)id) {
-  case T_DX:
-  case T_DB1: return kinks;
-  case T_DW1: return c->transposed ? all : kinks;
-  case T_DLATENT_DOWN: return all;
-  case T_DTOPK_WEIGHTS:
-  case T_DLOGITS: return c->weight_on_input ? kinks : 0; /* their gradient comes from dx there */
-  case T_DROUTER_WEIGHT:
-  case T_DROUTER_BIAS: return c->weight_on_input ? all : 0;
-  default: return 0;
-  }
+/* Router math is fp32 whatever the dtype, and so are its results. */
+static bool is_router_math(enum tensor id) { return id == T_TOPK_WEIGHTS || id == T_LOSSES; }
+
+/* Two spacings are those of h and of what follows from it; a square turns the first into two. */
+static double chain_of(const struct sample *s, enum tensor id) {
+  const moe_activation kind = s->problem.config.act.kind;
+  return !is_router_math(id) && (kind == MOE_ACT_RELU2 || kind == MOE_ACT_RELU2_TANH) ? 1.5 : 1;
 }
 
 static void compare_rows(const struct sample *s, const struct oracle *o, enum tensor id,
-                         const struct operand *t, const struct check_limit *limit, int64_t excused,
+                         const struct operand *t, const struct check_limit *limit, const struct kinks *kinks,
                          struct verdict *v) {
   const struct shape *shape = &s->shape[id];
   const double *reference = t->staged ? t->staged : t->ideal;
   const struct habit habit = habit_of(t, reference, shape);
   const double tiny = limit->normal * sqrt((double)shape->columns);
   const double floor = fmax(floor_of(s, o, id, habit.typical), tiny), few = 1 + 64 / (habit.numbers + 1);
+  const double most = limit->row * few * (t->staged ? chain_of(s, id) : 1);
   for (int64_t r = 0; r < shape->rows; r++) {
     double error = 0;
     for (int64_t i = r * shape->columns; i < (r + 1) * shape->columns; i++)
@@ -251,47 +198,68 @@ static void compare_rows(const struct sample *s, const struct oracle *o, enum te
     const double usual = id == T_LOSSES ? loss_usual(s, r, left) : row_usual(t, shape, r);
     const double relative = error > 0 ? sqrt(error) / fmax(fmax(left, floor), usual) : error;
     const bool one_term = sqrt(error) <= TERM * fmax(left, floor);
-    if (relative > limit->row * few && one_term && excused-- > 0) continue;
-    verdict_measure(v, id, r, relative, limit->row * few, t->staged ? "staged" : "ideal");
+    v->rows++;
+    if (relative > most && one_term && kinks_excuse(s, kinks, id, r))
+      v->excused++;
+    else
+      verdict_measure(v, id, r, relative, most, t->staged ? "staged" : "ideal");
   }
 }
 
-/* Of how many terms of one size a tensor consists, any of which may have been rounded the other way: of its slots; where a
- * row is a token's, not more than rows as long as the longest would fill. */
-static double terms_of(const struct sample *s, const struct operand *t, const struct shape *shape) {
-  double total = 0, longest = 0;
-  for (int64_t r = 0; r < shape->rows; r++) {
-    const double norm = row_square(t, t->staged, shape, r);
-    total += norm;
-    longest = fmax(longest, norm);
-  }
+/* Norms of the lines of a tensor that one rounded value moves: of a token's results its row, of dw1 the weights of one h, of
+ * dw2 those of one a. Transposed they stand in columns of the experts' matrices. Returns the longest, squared. */
+static double longest_line(const struct sample *s, enum tensor id, const struct operand *t,
+                           const struct shape *shape) {
+  const bool w1 = id == T_DW1 || id == T_DSHARED_W1, w2 = id == T_DW2 || id == T_DSHARED_W2;
+  const bool transposed = s->problem.config.transposed;
+  const bool down = (w1 && transposed) || (w2 && !transposed);
+  const int64_t matrices = id == T_DW1 || id == T_DW2 ? s->problem.config.experts : 1;
+  const int64_t height = down ? shape->rows / matrices : 1, lines = down ? shape->columns : 1;
+  double longest = 0;
+  if (!w1 && !w2 && shape->rows != s->problem.tokens) return 0;
+  for (int64_t first = 0; first + height <= shape->rows; first += height)
+    for (int64_t line = 0; line < lines; line++) {
+      double sum = 0;
+      for (int64_t r = first; r < first + height; r++)
+        for (int64_t c = down ? line : 0; c < (down ? line + 1 : shape->columns); c++)
+          sum += square(wanted(t, t->staged, shape->element, r * shape->columns + c));
+      longest = fmax(longest, sum);
+    }
+  return longest;
+}
+
+/* Of how many terms of one size a tensor consists, any of which may have been rounded the other way: of its slots, but of
+ * not more than lines as long as the longest would fill. */
+static double terms_of(const struct sample *s, enum tensor id, const struct operand *t,
+                       const struct shape *shape) {
   const double slots = (double)(s->problem.tokens * s->problem.config.topk);
-  const double terms = fmin(slots, habit_of(t, t->staged, shape).numbers);
-  return fmax(1, shape->rows == s->problem.tokens && longest > 0 ? fmin(terms, total / longest) : terms);
+  const struct habit habit = habit_of(t, t->staged, shape);
+  const double terms = fmin(slots, habit.numbers), longest = longest_line(s, id, t, shape);
+  double total = 0;
+  for (int64_t r = 0; longest > 0 && r < shape->rows; r++) total += row_square(t, t->staged, shape, r);
+  return fmax(1, longest > 0 ? fmin(terms, total / longest) : terms);
 }
 
 /* The library may be no further from the truth than its documented roundings explain, but for the row or two in which a
  * value was rounded the other way: their share falls with the number of rows. */
 static void compare_whole(const struct sample *s, enum tensor id, const struct operand *t,
-                          const struct check_limit *limit, struct verdict *v) {
+                          const struct check_limit *limit, const struct kinks *kinks, struct verdict *v) {
   const struct shape *shape = &s->shape[id];
   double norm = 0, found = 0, staged = 0, terms = 0;
   for (int64_t row = 0; row < shape->rows; row++) terms += terms_square(t, shape, row);
   for (int64_t i = 0; i < shape_count(shape); i++) {
+    if (kinks_excuse(s, kinks, id, i / shape->columns)) continue;
     const double ideal = wanted(t, t->ideal, shape->element, i);
     norm += square(ideal);
     found += square(element_load(t->found, shape->element, i) - ideal);
     staged += square(wanted(t, t->staged, shape->element, i) - ideal);
   }
   norm = norm > 0 ? sqrt(norm) : 1;
-  const double one = 1 / sqrt(terms_of(s, t, shape)); /* term's share of the tensor, and of its error */
+  const double one = 1 / sqrt(terms_of(s, id, t, shape)); /* term's share of the tensor, and of its error */
   const double most = (limit->factor + 2 * one) * sqrt(staged) / norm + limit->rest + limit->row / 2 * one +
                       LEFT * sqrt(terms) / norm;
   verdict_measure(v, id, -1, sqrt(found) / norm, most, "ideal");
 }
-
-/* Router math is fp32 whatever the dtype, and so are its results. */
-static bool is_router_math(enum tensor id) { return id == T_TOPK_WEIGHTS || id == T_LOSSES; }
 
 static int coarser(int a, int b) {
   if (a == ELEMENT_BF16 || b == ELEMENT_BF16) return ELEMENT_BF16;
@@ -306,38 +274,43 @@ static int coarsest_element(const struct sample *s, enum tensor id) {
 }
 
 static void compare_tensor(const struct sample *s, const struct run *run, const struct reference *r,
-                           int64_t kinks, enum tensor id, struct verdict *v) {
+                           const struct kinks *kinks, enum tensor id, struct verdict *v) {
   struct operand t = {run_data(run, id), s->data[id], oracle_tensor(&r->ideal, id), NULL, r->size[id]};
   const int coarsest = coarsest_element(s, id);
   const bool low = coarsest != ELEMENT_FP32;
   const struct check_limit *limit = check_limit_of((moe_dtype)coarsest);
   if (t.found == NULL || t.ideal == NULL) return;
   if (low) t.staged = oracle_tensor(&r->staged, id);
-  const int64_t excused = rows_excused(s, id, kinks);
-  compare_rows(s, &r->ideal, id, &t, limit, excused, v);
+  compare_rows(s, &r->ideal, id, &t, limit, kinks, v);
   /* The z-loss and balance gradients are judged by rows only: cancellation leaves no norm to speak of. */
-  if (low && excused == 0 && id != T_DLOGITS && id != T_DROUTER_WEIGHT && id != T_DROUTER_BIAS)
-    compare_whole(s, id, &t, limit, v);
+  if (low && id != T_DLOGITS && id != T_DROUTER_WEIGHT && id != T_DROUTER_BIAS)
+    compare_whole(s, id, &t, limit, kinks, v);
 }
 
 /* ---- all of it ------------------------------------------------------------------------------------------------- */
 
-static void compare_all(const struct sample *s, const struct run *run, struct reference *r,
-                        struct verdict *v) {
+static void compare_results(const struct sample *s, const struct run *run, const struct reference *r,
+                            const struct kinks *kinks, struct verdict *v) {
   const struct problem *p = &s->problem;
-  check_ids(s, run, v);
-  if (v->failed) return; /* the oracle is not to be led astray */
-  if (!reference_make(r, s) || !reference_run(r, s, run, false) || !reference_sizes(r, s, 2) ||
-      !check_drops(s, run, r, v)) {
-    v->broken = true;
-    return;
-  }
-  const int64_t kinks = check_kinks(&p->config, &r->ideal);
-  check_keys(s, run, r->ideal.keys, v);
+  check_keys(s, run, &r->ideal, v);
+  check_weights(s, run, &r->ideal, v);
   check_integers(run, T_SLOT_ROW, r->ideal.row_of_slot, p->tokens * p->config.topk, v);
   check_integers(run, T_COUNTS, r->ideal.counts, p->config.experts, v);
   check_global_counts(s, run, &r->ideal, v);
   for (int id = T_INPUTS; id < T_RESULTS; id++) compare_tensor(s, run, r, kinks, (enum tensor)id, v);
+}
+
+static void compare_all(const struct sample *s, const struct run *run, struct reference *r,
+                        struct verdict *v) {
+  struct kinks kinks = {0};
+  check_choice(s, run, v);
+  if (v->failed) return; /* the oracle is not to be led astray */
+  if (reference_make(r, s) && reference_run(r, s, run, false) && reference_sizes(r, s, 2) &&
+      check_drops(s, run, r, v) && check_kinks(s, r, &kinks))
+    compare_results(s, run, r, &kinks, v);
+  else
+    v->broken = true;
+  kinks_free(&kinks);
 }
 
 void check_compare(const struct sample *truth, const struct run *run, struct verdict *verdict) {

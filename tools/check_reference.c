@@ -65,6 +65,7 @@ bool reference_run(struct reference *r, const struct sample *s, const struct run
   if (run) {
     o.use_ids = problem_routed(&s->problem) ? run_data(run, T_TOPK_IDS) : NULL;
     o.use_slot_row = s->problem.config.capacity_factor > 0 ? run_data(run, T_SLOT_ROW) : NULL;
+    o.use_weights = problem_routed(&s->problem) ? run_data(run, T_TOPK_WEIGHTS) : NULL;
   }
   r->ideal = r->staged = o;
   r->staged.staged = dtype;

@@ -205,8 +205,9 @@ static void say_extras(struct draw *d, bool rows) {
     say(d, " capacity=%s drop=%s", PICK(d, "0.5", "1", "1.25"), PICK(d, "weight", "position"));
 }
 
+/* Seed and number are mixed, so that no two problems draw from shifted copies of one stream. */
 static void draw_problem(struct problem *problem, uint64_t seed, uint64_t n, bool exact) {
-  struct draw d = {.state = seed * RANDOM_STEP + n * 0xd1342543de82ef95u, .exact = exact};
+  struct draw d = {.state = random_at(random_mix(seed), n), .exact = exact};
   char error[PROBLEM_ERROR];
   const bool rows = one_in(&d, 8);
   const int64_t tokens = PICK_SIZE(&d, 0, 1, 2, 7, 16, 33, 64),
