@@ -55,6 +55,13 @@ static void act_backward(const struct mlp *m, const double *h, int64_t f, double
   if (m->act->gated) dh[up_column(m, f)] = gate_value(m->act, g) * da * up_slope(m->act, u);
 }
 
+/* What a step of a slope may change dh by: da times the other half. */
+static void most_backward(const struct mlp *m, const double *h, int64_t f, double da, double *most) {
+  const int64_t gate = gate_column(m, f);
+  most[gate] = fabs(da * (m->act->gated ? up_value(m->act, h[up_column(m, f)]) : 1));
+  if (m->act->gated) most[up_column(m, f)] = fabs(da * gate_value(m->act, h[gate]));
+}
+
 /* ---- a bank of experts */
 
 /* h = weight x W1^T + b1, a = act(h), y = a W2^T + b2; a is the act of the rounded h. */
@@ -89,6 +96,7 @@ static void down_backward(const struct mlp *m, int64_t e, int64_t r) {
     m->dweight[r] += da[f] * exact;
     a[f] = weight * exact;
     act_backward(m, h, f, weight * da[f], dh);
+    if (m->dh_most) most_backward(m, h, f, weight * da[f], m->dh_most + r * m->columns);
   }
   round_all(a, m->inter, m->rounding);
   round_all(dh, m->columns, m->rounding);
@@ -257,6 +265,7 @@ static void allocate_routed(struct run *w) {
   m->offsets = o->offsets = zeros(w, w->experts + 1, sizeof(int32_t));
   o->dw1 = m->dw1, o->dw2 = m->dw2;
   if (o->dout == NULL) return;
+  m->dh_most = o->dh_most = output(w, slots * m->columns);
   m->db1 = o->db1 = output(w, m->experts * m->columns);
   m->db2 = o->db2 = output(w, m->experts * m->width);
 }
@@ -451,7 +460,7 @@ static double **output_array(struct oracle *o, size_t i) {
                     &o->drouter_bias, &o->dw1,        &o->db1,           &o->dw2,
                     &o->db2,          &o->dshared_w1, &o->dshared_w2,    &o->dshared_gate,
                     &o->dlatent_down, &o->dlatent_up, &o->raw_keys,      &o->z,
-                    &o->h_sums,       &o->latent_x};
+                    &o->h_sums,       &o->latent_x,   &o->dh_most};
   return i < sizeof all / sizeof *all ? all[i] : NULL;
 }
 

@@ -45,6 +45,7 @@ struct oracle {
   int32_t *offsets;     /* [E+1] */
   double *h;            /* [R,F2] */
   double *h_sums;       /* [R,F2] h before it is rounded */
+  double *dh_most;      /* [R,F2] |dh| where every slope was 1 and nothing clamped */
   double *latent_x;     /* [T,L] */
   double losses[2];
   double *dx, *dlogits,

@@ -24,6 +24,7 @@ struct mlp {
   double *weight;       /* [R] */
   double *h, *a, *y;    /* [R,columns], [R,F], [R,D] */
   double *h_sums;       /* [R,columns] h before it is rounded, or NULL */
+  double *dh_most;      /* [R,columns] |dh| where every slope was 1, or NULL */
   double *da, *dh, *dx; /* [R,F], [R,columns], [R,D]; dx includes the weight when that is on the input */
   double *dweight;      /* [R] */
   double *dw1, *db1, *dw2, *db2;

@@ -150,7 +150,6 @@ static struct habit habit_of(const struct operand *t, const double *reference, c
   return (struct habit){live > 0 ? sqrt(total / live) : 0, live * (double)shape->columns};
 }
 
-#define TERM 0.5  /* of a row, at most, that one term of it may be */
 #define LEFT 1e-6 /* of the terms of a whole tensor: what fp32 sums may leave where all of it should cancel */
 
 /* The square of the usual size of a row of such terms, however little is left of them. */
@@ -196,13 +195,11 @@ static void compare_rows(const struct sample *s, const struct oracle *o, enum te
       error += square(element_load(t->found, shape->element, i) - wanted(t, reference, shape->element, i));
     const double left = sqrt(row_square(t, reference, shape, r));
     const double usual = id == T_LOSSES ? loss_usual(s, r, left) : row_usual(t, shape, r);
-    const double relative = error > 0 ? sqrt(error) / fmax(fmax(left, floor), usual) : error;
-    const bool one_term = sqrt(error) <= TERM * fmax(left, floor);
+    const double unit = fmax(fmax(left, floor), usual), jump = kinks_excuse(kinks, id, r);
+    const double relative = error > 0 ? sqrt(error) / unit : error;
     v->rows++;
-    if (relative > most && one_term && kinks_excuse(s, kinks, id, r))
-      v->excused++;
-    else
-      verdict_measure(v, id, r, relative, most, t->staged ? "staged" : "ideal");
+    v->excused += relative > most && sqrt(error) <= most * unit + jump;
+    verdict_measure(v, id, r, relative, most + (jump > 0 ? jump / unit : 0), t->staged ? "staged" : "ideal");
   }
 }
 
@@ -245,10 +242,12 @@ static double terms_of(const struct sample *s, enum tensor id, const struct oper
 static void compare_whole(const struct sample *s, enum tensor id, const struct operand *t,
                           const struct check_limit *limit, const struct kinks *kinks, struct verdict *v) {
   const struct shape *shape = &s->shape[id];
-  double norm = 0, found = 0, staged = 0, terms = 0;
-  for (int64_t row = 0; row < shape->rows; row++) terms += terms_square(t, shape, row);
+  double norm = 0, found = 0, staged = 0, terms = 0, jumps = 0;
+  for (int64_t row = 0; row < shape->rows; row++) {
+    terms += terms_square(t, shape, row);
+    jumps += square(kinks_excuse(kinks, id, row));
+  }
   for (int64_t i = 0; i < shape_count(shape); i++) {
-    if (kinks_excuse(s, kinks, id, i / shape->columns)) continue;
     const double ideal = wanted(t, t->ideal, shape->element, i);
     norm += square(ideal);
     found += square(element_load(t->found, shape->element, i) - ideal);
@@ -257,7 +256,7 @@ static void compare_whole(const struct sample *s, enum tensor id, const struct o
   norm = norm > 0 ? sqrt(norm) : 1;
   const double one = 1 / sqrt(terms_of(s, id, t, shape)); /* term's share of the tensor, and of its error */
   const double most = (limit->factor + 2 * one) * sqrt(staged) / norm + limit->rest + limit->row / 2 * one +
-                      LEFT * sqrt(terms) / norm;
+                      (LEFT * sqrt(terms) + sqrt(jumps)) / norm;
   verdict_measure(v, id, -1, sqrt(found) / norm, most, "ideal");
 }
 
