@@ -10,6 +10,8 @@ time of this thread, the best of many short rounds:
              what every operator written in Python costs
     library  moe_forward, and moe_backward, with arguments that are ready (on CUDA with launches)
     moeblas  the rest of the whole: what this package adds; aim 15 for a call
+and of the call's ``moeblas``, each timed alone: ``entry``, from experts() to the operator;
+``arguments``, their checks and addresses; ``outputs`` and ``workspace``, which torch allocates.
 """
 
 from __future__ import annotations
@@ -105,6 +107,24 @@ def bare_calls(x, given, inputs, text):
     return run
 
 
+def show_parts(x, given, inputs, text, device) -> None:
+    """Where the time of a call goes that is neither torch's dispatch nor the library's."""
+    layer = ops._forward_call(x, inputs, text).layer
+    size = layer.workspace(TOKENS)
+
+    def operator():
+        with torch._C._AutoDispatchBelowAutograd():
+            return ops.forward(x, *inputs, text, False)
+
+    parts = {
+        "entry": mean_us(lambda: mt.experts(x, **given), device) - mean_us(operator, device),
+        "arguments": mean_us(lambda: ops._forward_call(x, inputs, text), device),
+        "outputs": mean_us(lambda: ops._empty_outputs(layer, x, None, False), device),
+        "workspace": mean_us(lambda: x.new_empty(size, dtype=torch.uint8), device),
+    }
+    print("  ".join(f"{name} {us:.1f}" for name, us in parts.items()))
+
+
 def main() -> None:
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     torch.set_num_threads(1)
@@ -128,6 +148,7 @@ def main() -> None:
             mean_us(lambda: bare(False), device),
             mean_us(lambda: mt.experts(x, **given), device),
         )
+        show_parts(x, given, inputs, text, device)
     w1, w2 = given["w1"].requires_grad_(), given["w2"].requires_grad_()
     show(
         "a step: forward and backward",
