@@ -105,11 +105,13 @@ static void check_groups(struct choice *c, struct verdict *v) {
   const int64_t size = c->experts / c->groups;
   int64_t left;
   const int64_t wrong = open_groups(c, &left);
-  if (wrong >= 0 || left < 0) {
-    verdict_fail(v, "topk_ids[%lld]: experts of group %lld were chosen, which is none of the best groups",
+  if (wrong >= 0)
+    verdict_fail(v, "topk_ids[%lld]: an expert of group %lld was chosen, which is none of the best groups",
                  (long long)c->token, (long long)wrong);
-    return;
-  }
+  else if (left < 0)
+    verdict_fail(v, "topk_ids[%lld]: experts of more than %lld groups were chosen", (long long)c->token,
+                 (long long)c->topk_groups);
+  if (wrong >= 0 || left < 0) return;
   for (int64_t g = 0; g < c->groups; g++) {
     const int64_t e = passed_over(c, g * size, size);
     left -= c->spared[g] && e < 0;
