@@ -6,7 +6,7 @@
  * warp works on 32 / LANES tokens at once. A lane has two lines of shared memory, where the others of its token find its
  * experts:
  *
- *     value   the logits z, then e^(z - top) if the scores are a softmax over all experts
+ *     value   the logits z; then, if scores or their losses are a softmax over all experts, e^(z - top)
  *     d       what the slots add to its scores, then the gradient, which the warp writes in the order of memory
  *
  * Lines are 20 words apart: eight lanes use all banks once in 16-byte accesses. Walks over a line are loops of four elements,
@@ -221,7 +221,7 @@ template <int LANES> __device__ __forceinline__ void add_slots(int topk, const g
 
 /* ---- experts ------------------------------------------------------------------------------------------------------ */
 
-/* The softmax over all experts, whose e^(z - top) take the place of the logits if `keep`; `top` is the lane's own. */
+/* The softmax over all experts, whose e^(z - top) take the place of the logits if `keep`; `top` is that of the lane. */
 template <int LANES>
 __device__ __forceinline__ void sum_experts(token_gradient *g, float top, bool keep, float *value) {
   g->top = lanes_max<LANES>(top);
@@ -286,9 +286,11 @@ __device__ __forceinline__ void finish_elementwise(moe_score score, const token_
                                                    const gradient_memory &m) {
 #pragma unroll 1
   for (int i = 0; i < LINE; i++) {
-    const float z = m.value[i], slope = slope_of_score(score, z, elementwise_score(score, z));
+    const float z = m.value[i];
+    const float s =
+        score == MOE_SCORE_SIGMOID ? 0.0f : elementwise_score(score, z); /* its slope needs none */
     const float share = g.z_slope != 0 ? moe_exp(z - g.top) * g.inverse : 0.0f;
-    m.d[i] = z == -INFINITY ? 0.0f : m.d[i] * slope + g.z_slope * share;
+    m.d[i] = z == -INFINITY ? 0.0f : m.d[i] * slope_of_score(score, z, s) + g.z_slope * share;
   }
 }
 
@@ -309,11 +311,13 @@ __device__ __forceinline__ void token_gradients(const route_backward_params &p, 
   const float *const slopes = slopes_of(p, t);
   const bool live = t < a.tokens && !is_masked(a.padding_mask, t), slots = a.dweights != nullptr;
   token_gradient g = {p.router.score == MOE_SCORE_TOPK_SOFTMAX, is_elementwise(p.router.score)};
-  const bool softmax = slopes != nullptr || p.router.score == MOE_SCORE_SOFTMAX;
+  const bool z_loss = slopes != nullptr && slopes[a.experts] != 0; /* of this sequence */
+  const bool softmax = p.router.score == MOE_SCORE_SOFTMAX || (slopes != nullptr && !g.elementwise) ||
+                       __any_sync(WARP, z_loss);
   const float top = load_lines<LANES>(a, t, live, m);
   if (slots) load_slots<LANES>(a, t, live, m);
   if (softmax) sum_experts<LANES>(&g, top, !g.elementwise, m.value);
-  if (slopes != nullptr && slopes[a.experts] != 0 && g.sum > 0)
+  if (z_loss && g.sum > 0)
     g.z_slope = (float)(loss_gradient(a, 1) * slopes[a.experts] * (g.top + log(g.sum)));
   if (slots) {
     score_slots<LANES>(p.router.score, g, topk, m.score);
