@@ -3,17 +3,18 @@
  * The choice of k experts a token and their weights, and the gradient of the logits. The formulas are in moeblas.h, their
  * order of operations in src/cpu/route.c.
  *
- * Up to 512 experts without groups a warp has a token in its registers (route_small.cuh). Else, and in the backward pass,
- * its logits, scores and keys lie in shared memory, element e with lane e % 32. The k best keys come
- * one by one: a lane remembers the best of its own elements that is not taken, the warp takes the best of those, and the
- * lane that had it looks through its elements again. Keys are compared as integers, key above id, so that equal keys go to
- * the lower id; a key that is NaN is below all.
+ * Up to 512 experts a warp has one token in its registers to choose (route_small.cuh; 32 slots, no groups, no given ids), and
+ * some tokens at once for their gradients (route_small_backward.cuh). Else it has one token, whose logits, scores and keys lie
+ * in shared memory, element e with lane e % 32. The k best keys come one by one: a lane remembers the best of its own elements
+ * that is not taken, the warp takes the best of those, and the lane that had it looks through its elements again. Keys are
+ * compared as integers, key above id, so that equal keys go to the lower id; a key that is NaN is below all.
  * Invariant    ids and counts are those of the CPU to the bit, given equal keys (log1pf of MOE_SCORE_SQRT_SOFTPLUS may differ
  *              in the last place).
  * Floor        reading the logits once; for E = 256, k = 8 the k rounds of about 100 cycles dominate.
  * Limits       E <= 4096: 64 KiB of shared memory a warp. */
 #include "launch.h"
 #include "route_small.cuh"
+#include "route_small_backward.cuh"
 #include "vector.cuh"
 
 /* A warp's part of shared memory. */
@@ -246,10 +247,10 @@ static __global__ void __launch_bounds__(1024, 1) route_small_kernel(const __gri
 
 /* ---- host --------------------------------------------------------------------------------------------------------- */
 
-/* One block a multiprocessor, with as many warps as its shared memory holds. */
-static struct cuda_grid token_grid(int64_t units, int64_t tokens, int64_t experts, int rows) {
-  const size_t bytes = warp_bytes(experts, rows), fit = BLOCK_BYTES / bytes;
-  struct cuda_grid grid = grid_of_warps(units, tokens, fit < 32 ? (int)fit : 32);
+/* One block a multiprocessor, with as many warps as its shared memory holds, `bytes` each. */
+static struct cuda_grid warp_grid(int64_t units, int64_t work, size_t bytes) {
+  const size_t fit = BLOCK_BYTES / bytes;
+  struct cuda_grid grid = grid_of_warps(units, work, fit < 32 ? (int)fit : 32);
   grid.shared = bytes * (size_t)(grid.threads / 32);
   return grid;
 }
@@ -267,7 +268,8 @@ moe_status moe_cuda_route(moe_context *ctx, const moe_route_args *args, moe_stre
   const bool groups = args->router->groups > 1;
   if (args->counts != NULL) TRY(moe_cuda_zero(ctx, &zero, stream));
   if (experts > 512 || args->topk > 32 || groups || args->given_ids != NULL)
-    return launch("route", route_kernel, token_grid(units, args->tokens, experts, groups ? 4 : 3), p, stream);
+    return launch("route", route_kernel, warp_grid(units, args->tokens, warp_bytes(experts, groups ? 4 : 3)),
+                  p, stream);
   const struct cuda_grid grid = grid_of_warps(units, args->tokens, 32);
   if (experts <= 32) return launch("route", route_small_kernel<1>, grid, p, stream);
   if (experts <= 64) return launch("route", route_small_kernel<2>, grid, p, stream);
@@ -277,11 +279,6 @@ moe_status moe_cuda_route(moe_context *ctx, const moe_route_args *args, moe_stre
 }
 
 /* ---- backward ----------------------------------------------------------------------------------------------------- */
-
-struct route_backward_params {
-  moe_route_backward_args args;
-  moe_router_desc router;
-};
 
 /* dslot[j], the gradient of the slots' scores from that of their weights, through scale and renormalisation. */
 __device__ __forceinline__ void slot_gradients(const route_backward_params &p, int64_t t,
@@ -302,11 +299,6 @@ __device__ __forceinline__ void slot_gradients(const route_backward_params &p, i
   for (int j = lane_id(); j < topk; j += 32)
     w.dslot[j] = (w.dslot[j] - (p.router.renormalize ? mean : 0)) / divisor;
   __syncwarp();
-}
-
-/* Gradient of the balancing loss (0) or the z-loss (1). */
-__device__ __forceinline__ double loss_gradient(const moe_route_backward_args &a, int which) {
-  return (double)a.loss_scale * (a.dlosses != nullptr ? a.dlosses[which] : 1.0f);
 }
 
 /* d += gradient of all scores from the balancing loss; slope[e] is its derivative by the normalised score. */
@@ -403,6 +395,24 @@ static __global__ void __launch_bounds__(1024, 1)
   }
 }
 
+template <int LANES>
+static __global__ void __launch_bounds__(1024, 1)
+    route_small_backward_kernel(const __grid_constant__ route_backward_params p) {
+  const gradient_memory memory = gradient_memory_of<LANES>((int)p.args.topk);
+  const int64_t tokens = 32 / LANES; /* of a warp */
+  for (int64_t t = grid_thread() / 32 * tokens; t < p.args.tokens; t += grid_threads() / 32 * tokens) {
+    token_gradients<LANES>(p, t + lane_id() / LANES, memory);
+    write_lines<LANES>(p.args, t, memory);
+  }
+}
+
+template <int LANES>
+static moe_status route_small_backward(int64_t units, const route_backward_params &p, moe_stream stream) {
+  const size_t bytes = (size_t)gradient_warp_words(LANES, (int)p.args.topk) * sizeof(float);
+  const struct cuda_grid grid = warp_grid(units, CEIL_DIV(p.args.tokens, 32 / LANES), bytes);
+  return launch("route_backward", route_small_backward_kernel<LANES>, grid, p, stream);
+}
+
 size_t moe_cuda_route_backward_scratch(const moe_context *ctx, const moe_route_backward_args *args) {
   (void)ctx, (void)args;
   return 0;
@@ -411,10 +421,18 @@ size_t moe_cuda_route_backward_scratch(const moe_context *ctx, const moe_route_b
 moe_status moe_cuda_route_backward(moe_context *ctx, const moe_route_backward_args *args, moe_stream stream) {
   route_backward_params p = {*args, *args->router};
   if (p.args.loss_scale == 0) p.args.loss_scale = 1;
+  const int64_t units = moe_cuda_units(ctx, args->sm_limit), experts = args->experts;
+  if (experts <= 4 * LINE) return route_small_backward<4>(units, p, stream);
+  if (experts <= 8 * LINE) return route_small_backward<8>(units, p, stream);
+  if (experts <= 16 * LINE) return route_small_backward<16>(units, p, stream);
+  if (experts <= 32 * LINE) return route_small_backward<32>(units, p, stream);
   return launch("route_backward", route_backward_kernel,
-                token_grid(moe_cuda_units(ctx, args->sm_limit), args->tokens, args->experts, 3), p, stream);
+                warp_grid(units, args->tokens, warp_bytes(experts, 3)), p, stream);
 }
 
 KERNELS(route, (const void *)route_small_kernel<1>, (const void *)route_small_kernel<2>,
         (const void *)route_small_kernel<4>, (const void *)route_small_kernel<8>,
-        (const void *)route_small_kernel<16>, (const void *)route_kernel, (const void *)route_backward_kernel)
+        (const void *)route_small_kernel<16>, (const void *)route_kernel,
+        (const void *)route_small_backward_kernel<4>, (const void *)route_small_backward_kernel<8>,
+        (const void *)route_small_backward_kernel<16>, (const void *)route_small_backward_kernel<32>,
+        (const void *)route_backward_kernel)

@@ -20,18 +20,6 @@ struct token_sum {
   float top, divisor; /* of MOE_SCORE_SOFTMAX */
 };
 
-__device__ __forceinline__ float lanes_max(float v) {
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) v = fmaxf(v, __shfl_xor_sync(WARP, v, d));
-  return v;
-}
-
-__device__ __forceinline__ double lanes_sum(double v) {
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(WARP, v, d);
-  return v;
-}
-
 __device__ __forceinline__ float score_of(const moe_router_desc &router, const token_sum &all, float z) {
   if (router.score == MOE_SCORE_SIGMOID) return sigmoid_score(z);
   if (router.score == MOE_SCORE_SQRT_SOFTPLUS) return sqrt_softplus_score(z);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Router logits and scores of one token by one warp; the twin of src/cpu/score.h, shared by route.cu and router_loss.cu.
+ * Router logits and scores of one token by one warp; the twin of src/cpu/score.h, shared by route.cu and router_loss.cu; and
+ * what the kernels that have tokens in registers (route_small.cuh, route_small_backward.cuh) share with them.
  *
  * The arrays of a token lie in shared memory, lane l of the warp has elements l, l + 32, ... Sums are made in the CPU's eight
  * running sums and its tree, by lanes 0 .. 7, so that scores have the same bits there and here (but for log1pf).
@@ -19,6 +20,19 @@
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 
+/* Of LANES neighbouring lanes that begin at a multiple of LANES, by a tree; each gets the result. */
+template <int LANES = 32> __device__ __forceinline__ float lanes_max(float v) {
+#pragma unroll
+  for (int d = LANES / 2; d > 0; d /= 2) v = fmaxf(v, __shfl_xor_sync(WARP, v, d));
+  return v;
+}
+
+template <int LANES = 32> __device__ __forceinline__ double lanes_sum(double v) {
+#pragma unroll
+  for (int d = LANES / 2; d > 0; d /= 2) v += __shfl_xor_sync(WARP, v, d);
+  return v;
+}
+
 /* Sum of a[i] b[i]; of a[i] if b is NULL. */
 __device__ __forceinline__ double warp_dot(const float *a, const float *b, int n) {
   double sum = 0;
@@ -35,9 +49,7 @@ __device__ __forceinline__ double warp_sum(const float *a, int n) { return warp_
 __device__ __forceinline__ float warp_max(const float *a, int n) {
   float top = -INFINITY;
   for (int i = lane_id(); i < n; i += 32) top = a[i] > top ? a[i] : top;
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(WARP, top, d));
-  return top;
+  return lanes_max(top);
 }
 
 /* A logit plus its bias, NaN as -inf, +inf as the largest finite number. */
@@ -88,9 +100,12 @@ __device__ __forceinline__ float sqrt_softplus_score(float z) {
   return sqrtf((z < 0 ? 0 : z) + log1pf(moe_exp(z < 0 ? z : -z)));
 }
 
+__device__ __forceinline__ float elementwise_score(moe_score score, float z) {
+  return score == MOE_SCORE_SIGMOID ? sigmoid_score(z) : sqrt_softplus_score(z);
+}
+
 __device__ __forceinline__ void warp_elementwise(moe_score score, float *s, const float *z, int n) {
-  for (int i = lane_id(); i < n; i += 32)
-    s[i] = score == MOE_SCORE_SIGMOID ? sigmoid_score(z[i]) : sqrt_softplus_score(z[i]);
+  for (int i = lane_id(); i < n; i += 32) s[i] = elementwise_score(score, z[i]);
   __syncwarp();
 }
 

@@ -10,7 +10,7 @@ static moe_router_desc any_router(int64_t experts, int64_t topk, uint64_t *seed)
   router.scale = chance(seed, 30) ? 2.5f : 0;
   router.renorm_epsilon = router.renormalize && chance(seed, 30) ? 0.25f : 0;
   const int64_t groups = PICK(seed, 1, 2, 4, 8);
-  if (experts % groups != 0 || groups < 2) return router;
+  if (experts % groups != 0 || groups < 2 || topk > experts) return router;
   router.groups = groups;
   router.topk_groups = 1 + (int64_t)(test_random(seed) % (uint64_t)groups);
   while (router.topk_groups * (experts / groups) < topk) router.topk_groups++;
@@ -91,38 +91,58 @@ TEST(route) {
   for (uint64_t s = 1000; s < 1006; s++) route_once(5, 4096, s % 2 ? 64 : 8, s);
 }
 
+static void fill_slopes(float *slopes, int64_t lines, int64_t experts, uint64_t *seed) {
+  const int z_loss = chance(seed, 60);
+  fill_random(slopes, MOE_FP32, lines * (experts + 1), 0.1f, seed);
+  for (int64_t i = 0; i < lines && !z_loss; i++) slopes[i * (experts + 1) + experts] = 0;
+}
+
+static void backward_once(int64_t tokens, int64_t experts, int64_t topk, uint64_t s) {
+  uint64_t seed = s;
+  struct twin t;
+  moe_router_desc router = any_router(experts, topk, &seed);
+  const int64_t sequence = PICK(&seed, 0, 5, 64);
+  if (sequence > 0) router.balance = MOE_BALANCE_SEQUENCE, router.sequence_tokens = sequence;
+  const int64_t sequences = sequence > 0 && tokens > sequence ? (tokens + sequence - 1) / sequence : 1;
+  moe_route_backward_args c = {.tokens = tokens, .experts = experts, .topk = topk, .router = &router};
+  c.logits_dtype = any_dtype(&seed), c.dlogits_dtype = any_dtype(&seed);
+  c.loss_scale = chance(&seed, 50) ? 3 : 0;
+  moe_route_backward_args g = c;
+  twin_open(&t, "route_backward: t%d e%d k%d score %d sequence %d dtypes %d %d seed %llu", (int)tokens,
+            (int)experts, (int)topk, router.score, (int)sequence, c.logits_dtype, c.dlogits_dtype,
+            (unsigned long long)s);
+  fill_logits(ARRAY(&t, c, g, logits, bytes_of(c.logits_dtype, tokens * experts)), c.logits_dtype,
+              tokens * experts, &seed);
+  fill_ids(ARRAY(&t, c, g, ids, tokens * topk * 4), tokens * topk, experts, &seed);
+  if (chance(&seed, 40)) fill_random(ARRAY(&t, c, g, router_bias, experts * 4), MOE_FP32, experts, 1, &seed);
+  if (chance(&seed, 40)) fill_mask(ARRAY(&t, c, g, padding_mask, tokens), tokens, &seed);
+  if (chance(&seed, 80))
+    fill_random(ARRAY(&t, c, g, dweights, tokens * topk * 4), MOE_FP32, tokens * topk, 1, &seed);
+  if (chance(&seed, 40))
+    fill_ids(ARRAY(&t, c, g, slot_row, tokens * topk * 4), tokens * topk, experts, &seed);
+  if (chance(&seed, 60))
+    fill_slopes(ARRAY(&t, c, g, slopes, sequences * (experts + 1) * 4), sequences, experts, &seed);
+  if (c.slopes != NULL && chance(&seed, 50))
+    fill_random(ARRAY(&t, c, g, dlosses, 2 * 4), MOE_FP32, 2, 2, &seed);
+  ARRAY(&t, c, g, dlogits, bytes_of(c.dlogits_dtype, tokens * experts));
+  twin_floats(&t, c.dlogits_dtype, experts, step_of(c.dlogits_dtype));
+  RUN_ANYWHERE(&t, route_backward, c, g);
+}
+
 TEST(route_backward) {
   for (uint64_t s = 1; s <= 120; s++) {
     uint64_t seed = s;
-    struct twin t;
-    const int64_t tokens = any_tokens(&seed), experts = s % 40 == 0 ? 4096 : any_experts(&seed),
-                  topk = any_topk(experts, &seed);
-    moe_router_desc router = any_router(experts, topk, &seed);
-    const int64_t sequence = PICK(&seed, 0, 5, 64);
-    if (sequence > 0) router.balance = MOE_BALANCE_SEQUENCE, router.sequence_tokens = sequence;
-    const int64_t sequences = sequence > 0 && tokens > sequence ? (tokens + sequence - 1) / sequence : 1;
-    moe_route_backward_args c = {.tokens = tokens, .experts = experts, .topk = topk, .router = &router};
-    c.logits_dtype = any_dtype(&seed), c.dlogits_dtype = any_dtype(&seed),
-    c.loss_scale = chance(&seed, 50) ? 3 : 0;
-    moe_route_backward_args g = c;
-    twin_open(&t, "route_backward: t%d e%d k%d score %d sequence %d seed %d", (int)tokens, (int)experts,
-              (int)topk, router.score, (int)sequence, (int)s);
-    fill_logits(ARRAY(&t, c, g, logits, bytes_of(c.logits_dtype, tokens * experts)), c.logits_dtype,
-                tokens * experts, &seed);
-    fill_ids(ARRAY(&t, c, g, ids, tokens * topk * 4), tokens * topk, experts, &seed);
-    if (chance(&seed, 40))
-      fill_random(ARRAY(&t, c, g, router_bias, experts * 4), MOE_FP32, experts, 1, &seed);
-    if (chance(&seed, 40)) fill_mask(ARRAY(&t, c, g, padding_mask, tokens), tokens, &seed);
-    if (chance(&seed, 80))
-      fill_random(ARRAY(&t, c, g, dweights, tokens * topk * 4), MOE_FP32, tokens * topk, 1, &seed);
-    if (chance(&seed, 40))
-      fill_ids(ARRAY(&t, c, g, slot_row, tokens * topk * 4), tokens * topk, experts, &seed);
-    const int64_t slopes = sequences * (experts + 1);
-    if (chance(&seed, 60)) fill_random(ARRAY(&t, c, g, slopes, slopes * 4), MOE_FP32, slopes, 0.1f, &seed);
-    ARRAY(&t, c, g, dlogits, bytes_of(c.dlogits_dtype, tokens * experts));
-    twin_floats(&t, c.dlogits_dtype, experts, step_of(c.dlogits_dtype));
-    RUN_ANYWHERE(&t, route_backward, c, g);
+    const int64_t tokens = any_tokens(&seed), experts = s % 40 == 0 ? 4096 : any_experts(&seed);
+    backward_once(tokens, experts, any_topk(experts, &seed), s);
   }
+}
+
+/* Tokens that do not fill a warp, experts that do not fill the lanes of a token, and as many slots as there may be. */
+TEST(route_backward_of_ragged_sizes) {
+  static const int64_t tokens[] = {1, 3, 5, 33}, experts[] = {1, 7, 8, 33, 64, 65, 128, 129, 256, 500, 512},
+                       topk[] = {1, 7, 64};
+  for (uint64_t s = 0; s < 4 * 11 * 3; s++)
+    backward_once(tokens[s % 4], experts[s / 4 % 11], topk[s / 44], 1000 + s);
 }
 
 TEST(router_loss) {
