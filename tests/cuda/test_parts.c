@@ -180,6 +180,27 @@ TEST(gemm_of_any_depth) {
     }
 }
 
+/* Those that the general kernels keep. */
+TEST(gemm_of_others_needs_no_scratch) {
+  static const struct problem others[] = {
+      {.n = 64, .k = 64, .a = MOE_BF16, .b = MOE_BF16, .d = MOE_FP32},
+      {.n = 64, .k = 64, .a = MOE_FP32, .b = MOE_FP16, .d = MOE_FP32},
+      {.n = 64, .k = 64, .a = MOE_FP32, .b = MOE_FP32, .d = MOE_FP16},
+      {.n = 64, .k = 1024, .a = MOE_FP32, .b = MOE_FP32, .d = MOE_FP32}, /* would show what is cut off */
+      {.n = 60, .k = 64, .a = MOE_FP32, .b = MOE_BF16, .d = MOE_FP32},
+      {.n = 64, .k = 60, .a = MOE_FP32, .b = MOE_BF16, .d = MOE_FP32},
+      {.n = 64, .k = 60, .a = MOE_BF16, .b = MOE_FP32, .d = MOE_FP32, .kn = 1},
+      {.n = 64, .k = 64, .a = MOE_BF16, .b = MOE_FP32, .d = MOE_FP32, .a_topk = 1},
+  };
+  for (int i = 0; i < (int)(sizeof others / sizeof *others); i++) {
+    struct problem q = others[i];
+    q.rows = 40;
+    moe_gemm_args c = gemm_args(&q);
+    c.size = sizeof c;
+    EXPECT(moe_gemm_scratch(gpu, &c) == 0, "problem %d: %zu bytes", i, moe_gemm_scratch(gpu, &c));
+  }
+}
+
 /* ---- wgrad */
 
 static void wgrad(const struct problem *q, int kind) {

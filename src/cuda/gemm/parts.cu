@@ -26,8 +26,9 @@
 enum {
   PARTS = 3,
   THREADS = 1024,
-  WAVE = 132,      /* tiles that run at once; a constant, as the bits of wgrad depend on it */
-  SPLIT_ROWS = 256 /* at least, of a split of wgrad */
+  WAVE = 132,       /* tiles that run at once; a constant, as the bits of wgrad depend on it */
+  SPLIT_ROWS = 256, /* at least, of a split of wgrad */
+  BOTH_DEPTH = 512  /* of k where both operands are fp32 */
 };
 
 /* Nibbles from the last: 2 is the low part, 1 the middle, 0 the high one. */
@@ -107,12 +108,13 @@ static moe_status write_parts(const moe_context *ctx, const char *op, int64_t sm
 
 /* ---- gemm --------------------------------------------------------------------------------------------------------- */
 
-/* An operand that is not made of parts must have whole 16-byte pieces; and two of fp32 would show what tensor cores cut off, an amount that
- * grows with k (docs/numerics.md). */
+/* An operand that is not made of parts must have whole 16-byte pieces. Where both are fp32 so is all around them, and what tensor cores cut
+ * off shows: it grows like k, and at 512 is about the noise of a chain of fp32 (docs/numerics.md). */
 static bool gemm_has_parts(const moe_gemm_args *args) {
   const bool a = args->a_dtype == MOE_FP32, b = args->b_dtype == MOE_FP32;
   if (args->experts != 1 || args->epilogue != MOE_EPILOGUE_STORE || args->n % 8 != 0) return false;
-  if (a && b) return args->k <= 1024;
+  if (args->d_dtype == MOE_FP16) return false;
+  if (a && b) return args->k <= BOTH_DEPTH;
   if (a) return args->b_dtype == MOE_BF16 && (args->b_kn || args->k % 8 == 0);
   return b && args->a_dtype == MOE_BF16 && args->gather_topk == 0 && args->k % 8 == 0;
 }
