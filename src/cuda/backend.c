@@ -40,29 +40,36 @@ static moe_status warmup(moe_context *ctx, const moe_config *config, moe_stream 
   return moe_cuda_enter("warmup", ctx);
 }
 
-/* ---- which product: the tensor cores where they can, else the general kernel -------------------------------------- */
+/* ---- which product: the tensor cores where they can, by parts if need be, else the general kernel ----------------- */
 
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+static size_t largest(size_t a, size_t b, size_t c) {
+  const size_t larger = a > b ? a : b;
+  return larger > c ? larger : c;
+}
 
-/* What fits may depend on addresses, so scratch is enough for either. */
+/* What fits may depend on addresses, so scratch is enough for any. */
 size_t moe_cuda_gemm_scratch(const moe_context *ctx, const moe_gemm_args *args) {
   (void)ctx;
-  return larger(moe_cuda_wgmma_gemm_scratch(args), moe_cuda_simt_gemm_scratch(args));
+  return largest(moe_cuda_wgmma_gemm_scratch(args), moe_cuda_parts_gemm_scratch(args),
+                 moe_cuda_simt_gemm_scratch(args));
 }
 
 moe_status moe_cuda_gemm(moe_context *ctx, const moe_gemm_args *args, moe_stream stream) {
-  return moe_cuda_wgmma_gemm_fits(args) ? moe_cuda_wgmma_gemm(ctx, args, stream)
-                                        : moe_cuda_simt_gemm(ctx, args, stream);
+  if (moe_cuda_wgmma_gemm_fits(args)) return moe_cuda_wgmma_gemm(ctx, args, stream);
+  if (moe_cuda_parts_gemm_fits(args)) return moe_cuda_parts_gemm(ctx, args, stream);
+  return moe_cuda_simt_gemm(ctx, args, stream);
 }
 
 size_t moe_cuda_wgrad_scratch(const moe_context *ctx, const moe_wgrad_args *args) {
   (void)ctx;
-  return larger(moe_cuda_wgmma_wgrad_scratch(args), moe_cuda_simt_wgrad_scratch(args));
+  return largest(moe_cuda_wgmma_wgrad_scratch(args), moe_cuda_parts_wgrad_scratch(args),
+                 moe_cuda_simt_wgrad_scratch(args));
 }
 
 moe_status moe_cuda_wgrad(moe_context *ctx, const moe_wgrad_args *args, moe_stream stream) {
-  return moe_cuda_wgmma_wgrad_fits(args) ? moe_cuda_wgmma_wgrad(ctx, args, stream)
-                                         : moe_cuda_simt_wgrad(ctx, args, stream);
+  if (moe_cuda_wgmma_wgrad_fits(args)) return moe_cuda_wgmma_wgrad(ctx, args, stream);
+  if (moe_cuda_parts_wgrad_fits(args)) return moe_cuda_parts_wgrad(ctx, args, stream);
+  return moe_cuda_simt_wgrad(ctx, args, stream);
 }
 
 const struct backend moe_cuda_backend = {

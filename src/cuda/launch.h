@@ -30,6 +30,7 @@ static inline int64_t moe_cuda_units(const moe_context *ctx, int64_t sm_limit) {
   FILE(combine)                 \
   FILE(convert)                 \
   FILE(copy)                    \
+  FILE(parts)                   \
   FILE(permute)                 \
   FILE(route)                   \
   FILE(router_loss)             \
@@ -54,6 +55,14 @@ size_t moe_cuda_wgmma_gemm_scratch(const moe_gemm_args *args);
 bool moe_cuda_wgmma_wgrad_fits(const moe_wgrad_args *args);
 moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_args *args, moe_stream stream);
 size_t moe_cuda_wgmma_wgrad_scratch(const moe_wgrad_args *args);
+
+/* Products of one expert with an fp32 operand, on the tensor cores by parts of it (gemm/parts.cu). */
+bool moe_cuda_parts_gemm_fits(const moe_gemm_args *args);
+moe_status moe_cuda_parts_gemm(moe_context *ctx, const moe_gemm_args *args, moe_stream stream);
+size_t moe_cuda_parts_gemm_scratch(const moe_gemm_args *args);
+bool moe_cuda_parts_wgrad_fits(const moe_wgrad_args *args);
+moe_status moe_cuda_parts_wgrad(moe_context *ctx, const moe_wgrad_args *args, moe_stream stream);
+size_t moe_cuda_parts_wgrad_scratch(const moe_wgrad_args *args);
 
 /* dweights[slot(r)] = sum over c < column_tiles of partial[r, c], in a fixed order, + <A row, dot_bias[e]>, for the rows that an
  * expert has. The last step of MOE_EPILOGUE_DACT. */

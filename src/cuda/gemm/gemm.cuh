@@ -113,11 +113,14 @@ __device__ __forceinline__ void producer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
   ring at = {0, 1};
   for (int tile = blockIdx.x; tile < tile_count(s, p); tile += gridDim.x) {
     const tile_place place = place_of(s, p, tile);
-    for (int block = 0; block < blocks; block++, at.advance<STAGES>()) {
-      mbarrier_wait(&s.empty[at.stage], at.phase);
-      mbarrier_arrive_expect(&s.full[at.stage], (BM + BN) * BK * 2);
-      tma_load_2d(s.a[at.stage], &p.a_map, &s.full[at.stage], block * BK, place.row0);
-      load_b<BN, B_KN>(s.b[at.stage], p, &s.full[at.stage], place.column, block * BK, place.expert);
+    for (int pair = 0; pair < 4 * p.pairs.count; pair += 4) {
+      const int a0 = (p.pairs.a >> pair & 15) * blocks, b0 = (p.pairs.b >> pair & 15) * blocks;
+      for (int block = 0; block < blocks; block++, at.advance<STAGES>()) {
+        mbarrier_wait(&s.empty[at.stage], at.phase);
+        mbarrier_arrive_expect(&s.full[at.stage], (BM + BN) * BK * 2);
+        tma_load_2d(s.a[at.stage], &p.a_map, &s.full[at.stage], (a0 + block) * BK, place.row0);
+        load_b<BN, B_KN>(s.b[at.stage], p, &s.full[at.stage], place.column, (b0 + block) * BK, place.expert);
+      }
     }
   }
 }
@@ -233,7 +236,7 @@ __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
   for (int tile = blockIdx.x; tile < tile_count(s, p); tile += gridDim.x, round ^= 1) {
     finish f = {};
     if (finished) f = finish_of<BN>(p, place_of(s, p, tile), s.bias[EPILOGUE == DACT ? 0 : warp]);
-    mainloop<BN, BN, false, B_KN>(s, (p.k + BK - 1) / BK, at, acc);
+    mainloop<BN, BN, false, B_KN>(s, p.pairs.count * ((p.k + BK - 1) / BK), at, acc);
     mbarrier_wait(&s.over.taken, round);
     if (finished)
       deliver<true>(acc, s.result, warp * 16, f);

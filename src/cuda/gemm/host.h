@@ -4,6 +4,8 @@
 
 #include <stddef.h>
 
+#include "params.h"
+
 struct gemm_instance {
   const void *kernel;
   int epilogue; /* of gemm.cuh */
@@ -19,3 +21,7 @@ struct gemm_table {
 gemm_table moe_cuda_gemm_store(void);
 gemm_table moe_cuda_gemm_act(void);
 gemm_table moe_cuda_gemm_dact(void);
+
+/* moe_cuda_wgmma_gemm over parts of its operands, which `a` and `b` point to where there are several; k is that of one. */
+moe_status moe_cuda_wgmma_gemm_pairs(moe_context *ctx, const moe_gemm_args *args, const gemm_pairs &pairs,
+                                     moe_stream stream);

@@ -96,11 +96,15 @@ static moe_status make_map(const moe_context *ctx, const char *op, const void *b
   return MOE_OK;
 }
 
+/* How long an operand of so many parts is along k. */
+static cuuint64_t extent_of(int parts, int64_t k) { return parts > 1 ? parts * ALIGN_UP(k, BK) : k; }
+
 static moe_status gemm_maps(const moe_context *ctx, const moe_gemm_args *args, int box_rows, gemm_params *p) {
-  const cuuint64_t n = args->n, k = args->k;
-  if (args->gather_topk == 0) TRY(make_map(ctx, "gemm", args->a, k, args->rows, 0, BM, &p->a_map));
-  if (args->b_kn) return make_map(ctx, "gemm", args->b, n, k, args->experts, BK, &p->b_map);
-  return make_map(ctx, "gemm", args->b, k, n, args->experts, box_rows, &p->b_map);
+  const cuuint64_t n = args->n, a_k = extent_of(p->pairs.a_parts, args->k),
+                   b_k = extent_of(p->pairs.b_parts, args->k);
+  if (args->gather_topk == 0) TRY(make_map(ctx, "gemm", args->a, a_k, args->rows, 0, BM, &p->a_map));
+  if (args->b_kn) return make_map(ctx, "gemm", args->b, n, b_k, args->experts, BK, &p->b_map);
+  return make_map(ctx, "gemm", args->b, b_k, n, args->experts, box_rows, &p->b_map);
 }
 
 /* The cheapest level that does all that the description says. */
@@ -154,10 +158,12 @@ static gemm_params params_of(const moe_gemm_args *args, int bn) {
   return p;
 }
 
-extern "C" moe_status moe_cuda_wgmma_gemm(moe_context *ctx, const moe_gemm_args *args, moe_stream stream) {
+moe_status moe_cuda_wgmma_gemm_pairs(moe_context *ctx, const moe_gemm_args *args, const gemm_pairs &pairs,
+                                     moe_stream stream) {
   if (args->rows == 0) return MOE_OK;
   const gemm_instance *instance = instance_of(args);
   gemm_params p = params_of(args, instance->bn);
+  p.pairs = pairs;
   const bool partial = args->epilogue == MOE_EPILOGUE_DACT && args->dweights != NULL;
   if (partial) p.partial = static_cast<float *>(args->scratch);
   TRY(gemm_maps(ctx, args, instance->bn / p.halves, &p));
@@ -166,6 +172,10 @@ extern "C" moe_status moe_cuda_wgmma_gemm(moe_context *ctx, const moe_gemm_args 
                                  instance->threads, instance->shared_bytes + (size_t)args->experts * 4};
   TRY(moe_cuda_launch("gemm", instance->kernel, grid, &p, stream));
   return partial ? moe_cuda_finish_dweights(args, p.partial, p.column_tiles, stream) : MOE_OK;
+}
+
+extern "C" moe_status moe_cuda_wgmma_gemm(moe_context *ctx, const moe_gemm_args *args, moe_stream stream) {
+  return moe_cuda_wgmma_gemm_pairs(ctx, args, {1, 1, 1, 0, 0}, stream);
 }
 
 /* ---- contraction over rows */

@@ -8,6 +8,13 @@
 
 #include "moeblas_ops.h"
 
+/* The contraction runs over `count` pairs of parts: pair j is nibble j of `a` and of `b`. An operand of several parts has them along k, each
+ * padded with zeros to whole stages; one of a single part is itself, read again for every pair. */
+struct gemm_pairs {
+  int count, a_parts, b_parts;
+  uint32_t a, b;
+};
+
 struct gemm_params {
   CUtensorMap b_map;         /* of the weights, the expert as third coordinate */
   CUtensorMap a_map;         /* of A, used where its rows are not gathered */
@@ -15,6 +22,7 @@ struct gemm_params {
   const int32_t *row_slot;   /* NULL: slot(r) = r */
   const __nv_bfloat16 *a;
   int rows, n, k, experts;
+  gemm_pairs pairs; /* where A is not gathered; else one pair */
   int gather_topk;
   int column_tiles;
   int halves; /* 2: a tile is BN/2 columns of gate and the BN/2 of up that belong to them; 1: BN columns in a row */
