@@ -164,8 +164,8 @@ moe_status moe_load_stats(moe_context *ctx, const moe_load_stats_args *args, moe
 typedef enum moe_epilogue {
   MOE_EPILOGUE_STORE = 0, /* d[r,n] = weight(r) acc + bias[e,n]          (+ what is in d, if accumulate) */
   MOE_EPILOGUE_ACT = 1,   /* h[r,n] = weight(r) acc + bias[e,n], rounded to d_dtype; d = act(h) */
-  MOE_EPILOGUE_DACT = 2   /* acc = gradient of a; reads h; dh = act'(h) weight acc; d = weight * act(h);
-                             dweights[slot] = <acc, act(h)> + <A row, dot_bias[e]> */
+  MOE_EPILOGUE_DACT = 2 /* da = acc, rounded to d_dtype; reads h; dh = act'(h) weight da; d = weight * act(h);
+                             dweights[slot] = <da, act(h)> + <A row, dot_bias[e]> */
 } moe_epilogue;
 
 /* Rows grouped by expert:  acc[r,n] = sum over k of A[src(r),k] B[e(r)][n,k], accumulated in fp32 over ascending k.

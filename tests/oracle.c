@@ -91,6 +91,7 @@ static void down_backward(const struct mlp *m, int64_t e, int64_t r) {
   m->dweight[r] = m->b2 ? dot(g, m->b2 + e * m->width, m->width) : 0;
   for (int64_t d = 0; d < m->width; d++)
     add_scaled(da, g[d], m->w2 + (e * m->width + d) * m->inter, m->inter);
+  round_all(da, m->inter, m->rounding);
   for (int64_t f = 0; f < m->inter; f++) {
     const double exact = act_value(m, h, f);
     m->dweight[r] += da[f] * exact;

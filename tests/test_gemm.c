@@ -188,9 +188,13 @@ static void check_dact(const moe_gemm_args *args, const struct map *m, const voi
     double magnitude = 0, allowed = 0, dot = args->dot_bias ? dot_bias_product(args, m, r, &allowed) : 0;
     allowed = chain(allowed, args->k);
     for (int64_t f = 0; f < inter; f++) {
-      const double acc = product(args, m, r, f, &magnitude);
+      const double sum = product(args, m, r, f, &magnitude);
       const struct act_result ref = act_reference(args->act, h, args->d_dtype, r, inter, f);
-      const double error = chain(magnitude, args->k) + 2e-6 * fabs(acc) + 1e-7, da = w * acc;
+      const double off = chain(magnitude, args->k);
+      const double low = moe_round_to(args->d_dtype, (float)(sum - off)),
+                   high = moe_round_to(args->d_dtype, (float)(sum + off));
+      const double acc = (low + high) / 2; /* rounded; near a tie either way */
+      const double error = (high - low) / 2 + 2e-6 * fabs(acc) + 1e-7, da = w * acc;
       near("dgate", moe_load(args->dh, args->d_dtype, r * width + ref.gate), da * ref.dgate,
            fabs(w) * error * (1 + fabs(ref.dgate)) + rounding(args->d_dtype, da * ref.dgate), r, f);
       if (args->act->gated)

@@ -190,9 +190,9 @@ static void staged_chain(const double *v, int on_input, moe_dtype dtype, moe_dty
   const double xl = D(v[0] * v[9]), h = D(in * (xl * v[2]) + v[3]), y = D(D(F(h)) * v[4] + v[5]),
                cl = D(by * y);
   const double hs = D(v[0] * v[6]), gate = 1 / (1 + exp(-v[0] * v[8])), ys = D(D(F(hs)) * v[7]);
-  const double g = D(v[11] * v[10]), da = g * v[4], dh = D(DF(h) * (by * da)), row = D(dh * v[2]);
+  const double g = D(v[11] * v[10]), da = D(g * v[4]), dh = D(DF(h) * (by * da)), row = D(dh * v[2]);
   const double dxl = D(in * row), dp = on_input ? row * xl : g * v[5] + da * F(h);
-  const double dhs = D(DF(hs) * (gate * (v[11] * v[7]))), dgate = v[11] * v[7] * F(hs) * gate * (1 - gate);
+  const double das = D(v[11] * v[7]), dhs = D(DF(hs) * (gate * das)), dgate = das * F(hs) * gate * (1 - gate);
   REQUIRE(oracle_run(&o) == 0, "no memory");
   const double pairs[][2] = {{o.h[0], h},
                              {o.out[0], D(cl * v[10] + gate * ys)},

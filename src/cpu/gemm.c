@@ -330,10 +330,12 @@ static float dot_product(const float *x, const float *y, int64_t n) {
   return sum;
 }
 
-/* Returns what this block adds to dweights. */
+/* Rounds acc, then returns what this block adds to dweights. */
 static float dact_row(const struct gemm *g, const struct block *b, const struct worker *w, int64_t row,
-                      float weight, const float *acc) {
+                      float weight, float *acc) {
   const moe_gemm_args *args = g->args;
+  moe_cpu_write(w->rounded, args->d_dtype, 0, acc, b->count);
+  moe_cpu_read(acc, w->rounded, args->d_dtype, 0, b->count);
   const int64_t h_row = row * (g->gated ? 2 * g->inter : g->inter);
   for (int64_t s = 0; s < b->segments; s++)
     g->kernel->read(w->h + s * b->stride, b->length, args->h, args->d_dtype, h_row + b->column[s], 0, 1,

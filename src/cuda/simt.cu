@@ -180,7 +180,7 @@ __device__ __forceinline__ void act_quad(const simt_gemm_params &p, const quad &
   }
 }
 
-/* Returns the sum of acc * a over the four. */
+/* Returns the sum of acc * a over the four, of acc as rounded. */
 __device__ __forceinline__ float dact_quad(const simt_gemm_params &p, const quad &q, const float *acc) {
   const moe_gemm_args &a = p.args;
   const int64_t h_row = q.row * p.inter * (p.gated ? 2 : 1),
@@ -194,12 +194,12 @@ __device__ __forceinline__ float dact_quad(const simt_gemm_params &p, const quad
     const float gate = moe_load(a.h, a.d_dtype, at),
                 up = p.gated ? moe_load(a.h, a.d_dtype, at + distance) : 0.0f;
     const float value = moe_act_gate(&p.act, gate), slope = moe_act_dgate(&p.act, gate),
-                da = q.weight * acc[j];
+                rounded = moe_round_to(a.d_dtype, acc[j]), da = q.weight * rounded;
     const float v = p.gated ? moe_act_up(&p.act, up) : 1.0f;
     moe_store(a.dh, a.d_dtype, at, slope * (da * v));
     if (p.gated) moe_store(a.dh, a.d_dtype, at + distance, value * (da * moe_act_dup(&p.act, up)));
     if (a.d != nullptr) moe_store(a.d, a.d_dtype, q.row * p.inter + f, q.weight * (value * v));
-    sum = fmaf(acc[j], value * v, sum);
+    sum = fmaf(rounded, value * v, sum);
   }
   return sum;
 }

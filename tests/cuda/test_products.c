@@ -139,7 +139,7 @@ static void gemm_dact(uint64_t s) {
   }
   if (chance(&seed, 70)) {
     ARRAY(&t, c, g, dweights, m.slots * 4);
-    twin_floats(&t, MOE_FP32, m.slots, 0x1p-14);
+    twin_floats(&t, MOE_FP32, m.slots, f.d == MOE_FP32 ? 0x1p-14 : step_of(f.d)); /* of da as rounded */
   }
   if (s % 2) {
     fill_random(ARRAY(&t, c, g, h, bytes_of(f.d, m.slots * width)), f.d, m.slots * width, 2, &seed);

@@ -41,7 +41,7 @@ enum {
 
 template <bool FP32> struct result_type { typedef bf16 of; };
 template <> struct result_type<true> { typedef float of; };
-template <int EPILOGUE> constexpr bool delivers_fp32 = EPILOGUE == DACT || EPILOGUE == STORE_NUMBERS;
+template <int EPILOGUE> constexpr bool delivers_fp32 = EPILOGUE == STORE_NUMBERS;
 
 /* Who is who in a block: threads 0 .. loaders load, warps 4 to 11 are the consumers, the others store. An instruction of 256 columns needs
  * more registers than each thread has where there are 512 of them: FEW threads, then, two warps that load and two that store. Else there is

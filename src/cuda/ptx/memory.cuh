@@ -11,6 +11,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void *src, bool 
                : "memory");
 }
 
+/* 16 bytes to global memory by one instruction: the compiler takes an element of an array apart and stores words (9.7.9.12). */
+__device__ __forceinline__ void store_16(void *to, const uint4 &v) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 /* Orders this thread's ordinary shared-memory accesses with those of the async proxy (wgmma, bulk copies) (9.7.12.4). */
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -37,10 +37,10 @@ __device__ __forceinline__ void act_result(const result_tile<bf16, BN> &tile, co
       for (int j = 0; j < ACT_ROWS; j++) {
         if (4 * j >= rows) continue;
         const int64_t line = 4 * (i + j);
-        *reinterpret_cast<uint4 *>(d + line * p.inter + f) = a[j];
+        store_16(d + line * p.inter + f, a[j]);
         if (h == nullptr) continue;
-        *reinterpret_cast<uint4 *>(h + line * p.h_width + column + at.gate) = pieces.gate[j];
-        if (p.act.gated) *reinterpret_cast<uint4 *>(h + line * p.h_width + column + at.up) = pieces.up[j];
+        store_16(h + line * p.h_width + column + at.gate, pieces.gate[j]);
+        if (p.act.gated) store_16(h + line * p.h_width + column + at.up, pieces.up[j]);
       }
     }
   }

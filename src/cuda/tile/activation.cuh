@@ -104,10 +104,10 @@ struct pair_grads {
   uint32_t a, gate, up;
 };
 template <int KIND, int LEVEL>
-__device__ __forceinline__ float dact_pair(const gemm_params &p, const float *da, uint32_t gate_pair,
+__device__ __forceinline__ float dact_pair(const gemm_params &p, uint32_t da_pair, uint32_t gate_pair,
                                            uint32_t up_pair, float weight, pair_grads *d) {
-  const float2 g = floats_of(gate_pair), u = floats_of(up_pair);
-  const float gates[2] = {g.x, g.y}, ups[2] = {u.x, u.y};
+  const float2 x = floats_of(da_pair), g = floats_of(gate_pair), u = floats_of(up_pair);
+  const float da[2] = {x.x, x.y}, gates[2] = {g.x, g.y}, ups[2] = {u.x, u.y};
   float a[2], dg[2], du[2], sum = 0;
 #pragma unroll
   for (int c = 0; c < 2; c++) {
@@ -128,17 +128,18 @@ __device__ __forceinline__ float dact_pair(const gemm_params &p, const float *da
 
 /* h becomes dh; a: weight * a; sum: the rows' sums of da * a grow. */
 template <int KIND, int LEVEL>
-__device__ __forceinline__ void dact_rows(const gemm_params &p, h_pieces &h, const float (&da)[ACT_ROWS][8],
+__device__ __forceinline__ void dact_rows(const gemm_params &p, h_pieces &h, const uint4 (&da)[ACT_ROWS],
                                           const float (&weight)[ACT_ROWS], uint4 (&a)[ACT_ROWS],
                                           float (&sum)[ACT_ROWS]) {
 #pragma unroll
   for (int j = 0; j < ACT_ROWS; j++) {
     pairs own = sorted(p, h.gate[j], h.up[j]);
+    const uint32_t da_pair[4] = {da[j].x, da[j].y, da[j].z, da[j].w};
     uint32_t pair[4];
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       pair_grads d;
-      sum[j] += dact_pair<KIND, LEVEL>(p, &da[j][2 * q], own.gate[q], own.up[q], weight[j], &d);
+      sum[j] += dact_pair<KIND, LEVEL>(p, da_pair[q], own.gate[q], own.up[q], weight[j], &d);
       own.gate[q] = d.gate;
       own.up[q] = d.up;
       pair[q] = d.a;
@@ -161,7 +162,7 @@ __device__ __forceinline__ void act_switch(const gemm_params &p, const h_pieces 
 #undef MOE_ACT
   }
 }
-__device__ __forceinline__ void dact_switch(const gemm_params &p, h_pieces &h, const float (&da)[ACT_ROWS][8],
+__device__ __forceinline__ void dact_switch(const gemm_params &p, h_pieces &h, const uint4 (&da)[ACT_ROWS],
                                             const float (&weight)[ACT_ROWS], uint4 (&a)[ACT_ROWS],
                                             float (&sum)[ACT_ROWS]) {
   switch ((int)p.act.kind * 3 + p.act_level) {

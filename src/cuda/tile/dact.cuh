@@ -49,11 +49,10 @@ __device__ __forceinline__ void dact_out(const gemm_params &p, const dact_lane &
   for (int j = 0; j < ACT_ROWS; j++) {
     if (4 * (i + j) >= lane.rows) continue;
     bf16 *to = p.dh + lane.h + 4 * (i + j) * (int64_t)p.h_width + (f << p.h_shift);
-    *reinterpret_cast<uint4 *>(to + lane.at.gate) = dh.gate[j];
-    if (p.act.gated) *reinterpret_cast<uint4 *>(to + lane.at.up) = dh.up[j];
+    store_16(to + lane.at.gate, dh.gate[j]);
+    if (p.act.gated) store_16(to + lane.at.up, dh.up[j]);
     if (p.d != nullptr)
-      *reinterpret_cast<uint4 *>(static_cast<bf16 *>(p.d) + lane.a + 4 * (i + j) * (int64_t)p.inter + f) =
-          a[j];
+      store_16(static_cast<bf16 *>(p.d) + lane.a + 4 * (i + j) * (int64_t)p.inter + f, a[j]);
   }
 }
 
@@ -71,7 +70,7 @@ __device__ __forceinline__ void dact_sums(const gemm_params &p, const dact_lane 
 }
 
 template <int BN>
-__device__ __forceinline__ void dact_result(const result_tile<float, BN> &tile, uint64_t *ready,
+__device__ __forceinline__ void dact_result(const result_tile<bf16, BN> &tile, uint64_t *ready,
                                             uint32_t round, const gemm_params &p, const tile_place &place,
                                             int band) {
   const dact_lane lane = dact_lane_of<BN>(p, place, band);
@@ -94,13 +93,11 @@ __device__ __forceinline__ void dact_result(const result_tile<float, BN> &tile, 
         ask_for_h(p, lane, i, f + 64, next);
       else if (i + ACT_ROWS < EPILOGUE_ROWS)
         ask_for_h(p, lane, i + ACT_ROWS, 0, next);
-      float da[ACT_ROWS][8];
+      uint4 da[ACT_ROWS];
 #pragma unroll
       for (int j = 0; j < ACT_ROWS; j++)
-#pragma unroll
-        for (int q = 0; q < 8; q += 4)
-          *reinterpret_cast<float4 *>(&da[j][q]) = *reinterpret_cast<const float4 *>(
-              &tile.line[lane.own.line + 4 * (i + j)][f + lane.at.element + q]);
+        da[j] =
+            *reinterpret_cast<const uint4 *>(&tile.line[lane.own.line + 4 * (i + j)][f + lane.at.element]);
       if (f + lane.at.element >= lane.elements) continue;
       uint4 a[ACT_ROWS];
       dact_switch(p, pieces, da, weight, a, sums);
