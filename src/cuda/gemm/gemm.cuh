@@ -44,16 +44,17 @@ template <> struct result_type<true> { typedef float of; };
 template <int EPILOGUE> constexpr bool delivers_fp32 = EPILOGUE == STORE_NUMBERS;
 
 /* Who is who in a block: threads 0 .. loaders load, warps 4 to 11 are the consumers, the others store. An instruction of 256 columns needs
- * more registers than each thread has where there are 512 of them: FEW threads, then, two warps that load and two that store. Else there is
- * a warpgroup for each, and registers go where they are needed. */
-template <bool FEW> struct roles {
-  static constexpr bool few = FEW;
-  static constexpr int threads = FEW ? 384 : 512, loaders = FEW ? 64 : 128;
-  static constexpr int first_storer = FEW ? 2 : 12, storers = FEW ? 2 : 4; /* warps */
+ * more registers than each thread has where there are 512 of them: few threads, then, of whose first warpgroup what does not load stores. Else
+ * there is a warpgroup for each, and registers go where they are needed. */
+template <int THREADS, int LOADERS> struct roles {
+  static constexpr bool few = THREADS == 384;
+  static constexpr int threads = THREADS, loaders = LOADERS;
+  static constexpr int first_storer = few ? LOADERS / 32 : 12,
+                       storers = few ? 4 - LOADERS / 32 : 4; /* warps */
   static __device__ __forceinline__ bool loads() { return threadIdx.x < loaders; }
   static __device__ __forceinline__ bool consumes() { return threadIdx.x >= 128 && threadIdx.x < 384; }
 };
-template <int BN> using gemm_roles = roles<BN == 256>;
+template <int BN> using gemm_roles = roles<BN == 256 ? 384 : 512, BN == 256 ? 64 : 128>;
 
 /* Where in the ring of stages, and in which round of it, even or odd. */
 struct ring {

@@ -196,11 +196,15 @@ extern "C" size_t moe_cuda_wgmma_wgrad_scratch(const moe_wgrad_args *args) {
 
 struct wgrad_instance {
   const void *kernel;
-  int bn;
+  int bn, threads;
+  bool rounds;
   size_t shared_bytes;
 };
-#define WGRAD(BN, STAGES, FP32) \
-  { (const void *)wgrad_kernel<BN, STAGES, FP32>, BN, sizeof(wgrad_shared<BN, STAGES, FP32>) }
+#define WGRAD(BN, STAGES, FP32)                                                            \
+  {                                                                                        \
+    (const void *)wgrad_kernel<BN, STAGES, FP32>, BN, wgrad_roles<FP32>::threads, !(FP32), \
+        sizeof(wgrad_shared<BN, STAGES, FP32>)                                             \
+  }
 static const wgrad_instance wgrad_instances[2][2] = {/* results are just rounded or not, N > 128 or not */
                                                      {WGRAD(256, 3, false), WGRAD(128, 5, false)},
                                                      {WGRAD(192, 3, true), WGRAD(128, 4, true)}};
@@ -236,9 +240,10 @@ extern "C" moe_status moe_cuda_wgmma_wgrad(moe_context *ctx, const moe_wgrad_arg
   p.d_fp32 = args->d_dtype == MOE_FP32;
   p.accumulate = args->accumulate;
   const wgrad_instance *instance = wgrad_instance_of(args);
+  if (instance->rounds) TRY(make_map(ctx, "wgrad", args->d, args->n, args->m, args->experts, 64, &p.d_map));
   const int64_t tiles = args->experts * CEIL_DIV(args->m, BM) * CEIL_DIV(args->n, instance->bn);
   const struct cuda_grid grid = {blocks_of(ctx, args->sm_limit, args->schedule, tiles), 1, 1,
-                                 wgrad_roles::threads, instance->shared_bytes};
+                                 instance->threads, instance->shared_bytes};
   return moe_cuda_launch("wgrad", instance->kernel, grid, &p, stream);
 }
 

@@ -7,7 +7,7 @@
  *              ┌ B: 64 x BN ┐                 that is not by TMA
  *              └            ┘      consumers  two warpgroups of 64 of the BM lines of D each, wgmma on operands whose contiguous
  *                                             dimension is M and N
- *                                  epilogue   as in gemm.cuh
+ *                                  epilogue   rounded results: bulk copies by the consumers; others: as in gemm.cuh
  * Invariants   rows past the expert's end are zero in both operands (the last stage is loaded by cp.async), so that what a
  *              neighbour holds, NaN too, cannot matter; one chain of accumulation over ascending rows. An expert without rows
  *              gives 0, or leaves D when accumulating.
@@ -17,8 +17,9 @@
 
 #include "gemm.cuh"
 
-/* Rows are gathered by as many threads as there can be: they, not the width of an instruction, limit this product. */
-typedef roles<false> wgrad_roles;
+/* Rows are gathered by as many threads as there can be. What is just rounded is stored by bulk copies, so no warp need store and an
+ * instruction can have 256 columns. */
+template <bool FP32> using wgrad_roles = roles<FP32 ? 512 : 384, 128>;
 
 struct wgrad_operand {
   CUtensorMap map; /* used where the rows are not gathered */
@@ -34,6 +35,7 @@ struct wgrad_params {
   int rows, experts;
   uint32_t magic; /* slot / topk by multiplication; 0: topk = 1 */
   int shift;
+  CUtensorMap d_map; /* where results are just rounded; else d */
   void *d;
   int d_fp32, accumulate;
 };
@@ -41,10 +43,17 @@ struct wgrad_params {
 template <int BN, int STAGES, bool FP32> struct wgrad_shared {
   bf16 a[STAGES][BM * BK];
   bf16 b[STAGES][BN * BK];
-  result_tile<typename result_type<FP32>::of, BN> result;
+  result_tile<float, BN> result;
   uint64_t full[STAGES];
   uint64_t empty[STAGES];
   handover over;
+};
+template <int BN, int STAGES> struct wgrad_shared<BN, STAGES, false> {
+  bf16 a[STAGES][BM * BK];
+  bf16 b[STAGES][BN * BK];
+  result_boxes<BN> result[CONSUMERS];
+  uint64_t full[STAGES];
+  uint64_t empty[STAGES];
 };
 
 struct wgrad_tile {
@@ -102,7 +111,7 @@ __device__ __forceinline__ void source_rows(const wgrad_params &p, int row0, int
 template <int BN, int STAGES, bool FP32>
 __device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES, FP32> &s, const wgrad_params &p,
                                                int tiles) {
-  constexpr int LINES = wgrad_roles::loaders / 8, ROWS = BK / LINES;
+  constexpr int LINES = wgrad_roles<FP32>::loaders / 8, ROWS = BK / LINES;
   ring at = {0, 1};
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const wgrad_tile place = wgrad_place<BN>(p, tile);
@@ -133,8 +142,9 @@ __device__ __forceinline__ void wgrad_producer(wgrad_shared<BN, STAGES, FP32> &s
   }
 }
 
-template <int BN, int STAGES, bool FP32>
-__device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES, FP32> &s, const wgrad_params &p,
+/* Results that are added to others, or stay fp32, are left to the epilogue. */
+template <int BN, int STAGES>
+__device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES, true> &s, const wgrad_params &p,
                                                int tiles) {
   ring at = {0, 0};
   uint32_t round = 1;
@@ -143,7 +153,7 @@ __device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES, FP32> &s
     const wgrad_tile place = wgrad_place<BN>(p, tile);
     const int blocks = (place.row1 - place.row0 + BK - 1) / BK;
     if (blocks == 0 && p.accumulate) continue;
-    mainloop<BN, BN == 256 ? 128 : BN, true, true>(s, blocks, at, acc);
+    mainloop<BN, BN, true, true>(s, blocks, at, acc);
     mbarrier_wait(&s.over.taken, round);
     const float nothing[BN / 2] = {};
     const int line0 = (threadIdx.x / 32 - GROUP_WARPS) * 16;
@@ -156,8 +166,38 @@ __device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES, FP32> &s
   }
 }
 
-template <int BN, int STAGES, bool FP32>
-__device__ __forceinline__ void wgrad_epilogue(wgrad_shared<BN, STAGES, FP32> &s, const wgrad_params &p,
+/* Rounded results go straight to memory, 64 lines a warpgroup. */
+template <int BN, int STAGES>
+__device__ __forceinline__ void wgrad_consumer(wgrad_shared<BN, STAGES, false> &s, const wgrad_params &p,
+                                               int tiles) {
+  const int group = threadIdx.x / 128 - 1;
+  const bool first = threadIdx.x % 128 == 0;
+  result_boxes<BN> &result = s.result[group];
+  ring at = {0, 0};
+  float acc[BN / 2];
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const wgrad_tile place = wgrad_place<BN>(p, tile);
+    const int blocks = (place.row1 - place.row0 + BK - 1) / BK;
+    mainloop<BN, BN, true, true>(s, blocks, at, acc);
+    if (first) bulk_wait_read();
+    named_barrier(1 + group, 128);
+    const float nothing[BN / 2] = {};
+    if (blocks > 0)
+      deliver(acc, result);
+    else
+      deliver(nothing, result);
+    fence_async_shared();
+    named_barrier(1 + group, 128);
+    if (first && place.m0 + 64 * group < p.a.columns)
+      for (int box = 0; box < BN / 64 && place.n0 + 64 * box < p.b.columns; box++)
+        tma_store_3d(&p.d_map, result.box[box], place.n0 + 64 * box, place.m0 + 64 * group, place.expert);
+    if (first) bulk_commit();
+  }
+  if (first) bulk_wait();
+}
+
+template <int BN, int STAGES>
+__device__ __forceinline__ void wgrad_epilogue(wgrad_shared<BN, STAGES, true> &s, const wgrad_params &p,
                                                int tiles) {
   const int m = p.a.columns, n = p.b.columns;
   uint32_t round = 0;
@@ -166,7 +206,8 @@ __device__ __forceinline__ void wgrad_epilogue(wgrad_shared<BN, STAGES, FP32> &s
     if (p.accumulate && place.row0 == place.row1) continue;
     mbarrier_wait(&s.over.ready, round);
 #pragma unroll 1
-    for (int band = threadIdx.x / 32 - wgrad_roles::first_storer; band < BANDS; band += wgrad_roles::storers)
+    for (int band = threadIdx.x / 32 - wgrad_roles<true>::first_storer; band < BANDS;
+         band += wgrad_roles<true>::storers)
       store_result(s.result,
                    {p.d, n, p.d_fp32 != 0, p.accumulate != 0, (int64_t)place.expert * m + place.m0,
                     m - place.m0, place.n0},
@@ -177,28 +218,28 @@ __device__ __forceinline__ void wgrad_epilogue(wgrad_shared<BN, STAGES, FP32> &s
 }
 
 template <int BN, int STAGES, bool FP32>
-__global__ void __launch_bounds__(wgrad_roles::threads, 1)
+__global__ void __launch_bounds__(wgrad_roles<FP32>::threads, 1)
     wgrad_kernel(const __grid_constant__ wgrad_params p) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto &s = *reinterpret_cast<wgrad_shared<BN, STAGES, FP32> *>(raw);
   if (threadIdx.x == 0) {
     if (smem_address(raw) % 1024 != 0) __trap(); /* the swizzle counts from there */
     for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(&s.full[i], wgrad_roles::loaders + 1);
+      mbarrier_init(&s.full[i], wgrad_roles<FP32>::loaders + 1);
       mbarrier_init(&s.empty[i], CONSUMERS * GROUP_WARPS);
     }
-    handover_init(s.over, wgrad_roles::storers);
+    if constexpr (FP32) handover_init(s.over, wgrad_roles<FP32>::storers);
     fence_barrier_init();
   }
   __syncthreads();
   const int tiles = p.experts * ((p.a.columns + BM - 1) / BM) * ((p.b.columns + BN - 1) / BN);
-  if (wgrad_roles::loads()) {
-    registers_shrink<72>();
+  if (wgrad_roles<FP32>::loads()) {
+    if constexpr (FP32) registers_shrink<72>();
     wgrad_producer(s, p, tiles);
-  } else if (wgrad_roles::consumes()) {
-    registers_grow<168>();
+  } else if (wgrad_roles<FP32>::consumes()) {
+    if constexpr (FP32) registers_grow<168>();
     wgrad_consumer(s, p, tiles);
-  } else {
+  } else if constexpr (FP32) {
     registers_shrink<104>();
     wgrad_epilogue(s, p, tiles);
   }

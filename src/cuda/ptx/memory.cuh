@@ -36,6 +36,19 @@ __device__ __forceinline__ void tma_load_3d(void *dst, const void *map, uint64_t
                "l"(map), "r"(smem_address(barrier)), "r"(x), "r"(y), "r"(z)
                : "memory");
 }
+/* A tile of shared memory to where a 3-D tensor map has it, what lies past an edge left out; the copies of a thread up to here form a
+ * group, and wait until at most none of its groups still reads shared memory, or writes (9.7.8.24.6, .7). One thread. */
+__device__ __forceinline__ void tma_store_3d(const void *map, const void *src, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(smem_address(src)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void tma_prefetch(const void *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -46,6 +59,11 @@ __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&m)
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(m[0]),
                "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
+}
+
+/* Barrier `name` of 1 to 15 among `threads` threads (9.7.13.1). */
+__device__ __forceinline__ void named_barrier(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
 /* Registers a thread of this warpgroup may use from here on (9.7.19.5). All warps of the warpgroup. */

@@ -57,6 +57,16 @@ template <bool FINISH> __device__ __forceinline__ float2 finished(const float *x
   return make_float2(f.weight[n % 2] * x[0] + b.x, f.weight[n % 2] * x[1] + b.y);
 }
 
+/* Results of step t of a warp, rounded: of 16 columns. */
+template <bool FINISH>
+__device__ __forceinline__ void pairs_of(const float *acc, int t, const finish &f, uint32_t (&pairs)[4]) {
+#pragma unroll
+  for (int n = 0; n < 4; n++) {
+    const float2 x = finished<FINISH>(acc + 8 * t + 2 * n, 4 * t + n, f);
+    pairs[n] = pair_of(x.x, x.y);
+  }
+}
+
 /* A warp's 16 rows of the tile, rounded; `line0`: the first. */
 template <bool FINISH, int BN>
 __device__ __forceinline__ void deliver(const float *acc, result_tile<bf16, BN> &tile, int line0,
@@ -66,12 +76,23 @@ __device__ __forceinline__ void deliver(const float *acc, result_tile<bf16, BN> 
 #pragma unroll
   for (int t = 0; t < BN / 16; t++) {
     uint32_t pairs[4];
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-      const float2 x = finished<FINISH>(acc + 8 * t + 2 * n, 4 * t + n, f);
-      pairs[n] = pair_of(x.x, x.y);
-    }
+    pairs_of<FINISH>(acc, t, f, pairs);
     store_matrices(row + t * 32, pairs);
+  }
+}
+
+/* The results of a warpgroup as bulk copies take them: boxes of 64 lines x 64 columns, 128-byte swizzle. */
+template <int BN> struct alignas(1024) result_boxes { bf16 box[BN / 64][64 * 64]; };
+
+/* A warp's 16 of the 64 lines. */
+template <int BN> __device__ __forceinline__ void deliver(const float *acc, result_boxes<BN> &boxes) {
+  const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % GROUP_WARPS * 16 + lane % 16;
+  const uint32_t row = smem_address(boxes.box[0]) + line * 128;
+#pragma unroll
+  for (int t = 0; t < BN / 16; t++) {
+    uint32_t pairs[4];
+    pairs_of<false>(acc, t, {}, pairs);
+    store_matrices(row + t / 4 * 8192 + ((t % 4 * 2 + lane / 16) ^ (lane % 8)) * 16, pairs);
   }
 }
 
