@@ -27,9 +27,20 @@ static bool gated_halves(const moe_act_desc *act) {
   return act->gated && act->layout != MOE_LAYOUT_INTERLEAVED;
 }
 
-/* Microseconds: a stage of a tile, and what passes between two tiles (docs/log/gemm.md). */
-static double stage_time(int bn) { return bn == 256 ? 0.68 : bn == 192 ? 0.53 : 0.37; }
-static const double BETWEEN_TILES = 0.35;
+/* Microseconds of a tile of bn columns: those of its stages, and what passes beside them, but not less than its epilogue takes
+ * (docs/log/gemm.md). */
+struct tile_cost {
+  int bn;
+  double stage, beside, least;
+};
+static const tile_cost plain_costs[] = {{256, 0.68, 0.35, 0}, {192, 0.53, 0.35, 0}, {128, 0.37, 0.35, 0}};
+static const tile_cost dact_costs[] = {{256, 1.1, 0, 54}, {192, 0.75, 7, 0}, {128, 0.57, 10, 0}};
+
+static double tile_time(const gemm_instance &row, int64_t k) {
+  const tile_cost *cost = row.epilogue == DACT ? dact_costs : plain_costs;
+  while (cost->bn != row.bn) cost++;
+  return fmax(CEIL_DIV(k, BK) * cost->stage + cost->beside, cost->least);
+}
 
 /* The instance that takes the least time for the columns. A gated pair in halves has N-contiguous boxes 64 wide, which a tile of
  * 192 would not allow; there is none. */
@@ -43,8 +54,7 @@ static const gemm_instance *instance_of(const moe_gemm_args *args) {
     for (int i = 0; i < table.count; i++) {
       const gemm_instance &row = table.rows[i];
       if (row.epilogue != epilogue || row.kn != args->b_kn) continue;
-      const double time =
-          CEIL_DIV(args->n, row.bn) * (CEIL_DIV(args->k, BK) * stage_time(row.bn) + BETWEEN_TILES);
+      const double time = CEIL_DIV(args->n, row.bn) * tile_time(row, args->k);
       if (time >= least) continue;
       best = &row;
       least = time;
