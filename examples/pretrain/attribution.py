@@ -51,8 +51,8 @@ def read_trace(trace: Mapping[str, list[dict]]) -> tuple[list[Host], list[Work]]
         args = event.get("args", {})
         if "correlation" in args:
             launches[args["correlation"]] = len(hosts)
-        else:
-            ops[args.get("External id", 0)] = len(hosts)
+        elif "External id" in args:
+            ops[args["External id"]] = len(hosts)
         hosts.append(_host(event, args))
     works = []
     for event in events:

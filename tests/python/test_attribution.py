@@ -139,6 +139,14 @@ def test_launch_that_was_not_recorded() -> None:
     assert t.times() == ({"experts": 5.0}, 7.0)
 
 
+def test_events_without_an_id() -> None:
+    """An op that has no id does not stand in for a launch whose op is 0, which is none."""
+    t = Trace()
+    t._add("user_annotation", "experts", (1, MAIN), (0, 10))
+    t.launch(2, 20, 25, recorded=False)
+    assert t.times() == ({}, 5.0)
+
+
 def test_sequence_numbers_of_other_ops() -> None:
     """The op that made a node is the last with its number; ops in the backward pass make none."""
     t = Trace()
