@@ -2,7 +2,7 @@
  *
  * The router's decisions and weights against the oracle's keys and logits, token by token.
  *
- * An fp32 key is off by KEY_TOLERANCE of 1 + |key|, so that near ties may fall either way: those of experts, and before them
+ * An fp32 key is off by CHECK_KEY_TOLERANCE of 1 + |key|, so that near ties may fall either way: those of experts, and before them
  * those of groups. Invariant: whatever these checks let pass, the oracle may follow, since a choice that they allow is one
  * that exact arithmetic on keys within the tolerance could have made. */
 #include <math.h>
@@ -10,8 +10,9 @@
 #include "check.h"
 #include "check_reference.h"
 
-#define KEY_TOLERANCE CHECK_KEY_TOLERANCE
-#define UNDERFLOWN    1e-16 /* e^-87 is 0 in fp32, over the least sum that is divided by, 1e-20 */
+#define UNDERFLOWN 1e-16 /* e^-87 is 0 in fp32, over the least sum that is divided by, 1e-20 */
+
+static double key_noise(double key) { return CHECK_KEY_TOLERANCE * (1 + fabs(key)); }
 
 bool check_masked(const struct sample *s, int64_t token) {
   const uint8_t *mask = s->data[T_MASK];
@@ -48,8 +49,13 @@ struct choice {
 /* Expert, among those of a group or all, that was left out though its key is beyond noise of the lowest chosen; or -1. */
 static int64_t passed_over(const struct choice *c, int64_t first, int64_t count) {
   for (int64_t e = first; e < first + count; e++)
-    if (!c->chosen[e] && c->keys[e] > c->lowest + KEY_TOLERANCE * (1 + fabs(c->keys[e]))) return e;
+    if (!c->chosen[e] && c->keys[e] > c->lowest + key_noise(c->keys[e])) return e;
   return -1;
+}
+
+static void fail_passed_over(const struct choice *c, int64_t expert, struct verdict *v) {
+  verdict_fail(v, "topk_ids[%lld]: expert %lld has key %.9g and was left out for one of %.9g",
+               (long long)c->token, (long long)expert, c->keys[expert], c->lowest);
 }
 
 /* The sum of a group's best keys, and how far fp32 may be off. */
@@ -64,7 +70,7 @@ static double group_key(const struct choice *c, int64_t group, double *noise) {
       if (!taken[e] && (best < 0 || c->keys[e] > c->keys[best])) best = e;
     taken[best] = true;
     sum += c->keys[best];
-    *noise += isfinite(c->keys[best]) ? KEY_TOLERANCE * (1 + fabs(c->keys[best])) : 0;
+    *noise += isfinite(c->keys[best]) ? key_noise(c->keys[best]) : 0;
   }
   return isnan(sum) ? -INFINITY : sum;
 }
@@ -115,9 +121,7 @@ static void check_groups(struct choice *c, struct verdict *v) {
   for (int64_t g = 0; g < c->groups; g++) {
     const int64_t e = passed_over(c, g * size, size);
     left -= c->spared[g] && e < 0;
-    if (c->open[g] && e >= 0)
-      verdict_fail(v, "topk_ids[%lld]: expert %lld has key %.9g and was left out for one of %.9g",
-                   (long long)c->token, (long long)e, c->keys[e], c->lowest);
+    if (c->open[g] && e >= 0) fail_passed_over(c, e, v);
   }
   if (left > 0)
     verdict_fail(v, "topk_ids[%lld]: a group that is one of the best was left out", (long long)c->token);
@@ -129,9 +133,7 @@ static void check_token(struct choice *c, struct verdict *v) {
     return;
   }
   const int64_t e = passed_over(c, 0, c->experts);
-  if (e >= 0)
-    verdict_fail(v, "topk_ids[%lld]: expert %lld has key %.9g and was left out for one of %.9g",
-                 (long long)c->token, (long long)e, c->keys[e], c->lowest);
+  if (e >= 0) fail_passed_over(c, e, v);
 }
 
 static int64_t keys_of_group(const moe_config *c) {
@@ -175,7 +177,7 @@ static double weight_noise(const struct oracle *o, int64_t t, int64_t topk, int6
     const double z = id >= 0 && id < experts ? o->z[t * experts + id] : 0;
     largest = fmax(largest, isfinite(z) ? fabs(z) : 0);
   }
-  return 2 * KEY_TOLERANCE * (1 + fmax(largest, isfinite(top) ? fabs(top) : 0));
+  return 2 * key_noise(fmax(largest, isfinite(top) ? fabs(top) : 0));
 }
 
 void check_weights(const struct sample *s, const struct run *run, const struct oracle *o, struct verdict *v) {
