@@ -64,10 +64,17 @@ def _floats(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return _checked(name, array.astype(jnp.float32), shape, jnp.float32)
 
 
+def _integers(name: str, array: jax.Array) -> jax.Array:
+    """As an array, if it is one of integers."""
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ArgumentError(f"moeblas.jax: {name} is of {array.dtype}, wanted integers")
+    return array
+
+
 def _ids(ids: jax.Array, shape: tuple[int, ...], count: int) -> jax.Array:
     """Expert ids as int32; what is no expert stays none, however far out it is."""
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ArgumentError(f"moeblas.jax: ids is of {ids.dtype}, wanted integers")
+    ids = _integers("ids", ids)
     narrow = ids.astype(jnp.int32)
     if ids.dtype.itemsize >= 4 and ids.dtype != jnp.int32:
         narrow = jnp.where((ids >= 0) & (ids < count), narrow, -1)
@@ -76,10 +83,8 @@ def _ids(ids: jax.Array, shape: tuple[int, ...], count: int) -> jax.Array:
 
 def _row_offset(offset: jax.Array, count: int) -> jax.Array:
     """[E+1] int32, from integers of any type."""
-    offset = jnp.asarray(offset)
-    if not jnp.issubdtype(offset.dtype, jnp.integer):
-        raise ArgumentError(f"moeblas.jax: row_offset is of {offset.dtype}, wanted integers")
-    return _checked("row_offset", offset.astype(jnp.int32), (count + 1,), jnp.int32)
+    offset = _integers("row_offset", offset).astype(jnp.int32)
+    return _checked("row_offset", offset, (count + 1,), jnp.int32)
 
 
 def _mask(mask: jax.Array, tokens: int) -> jax.Array:
