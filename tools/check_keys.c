@@ -68,6 +68,7 @@ static double group_key(const struct choice *c, int64_t group, double *noise) {
     int64_t best = -1;
     for (int64_t e = group * size; e < (group + 1) * size; e++)
       if (!taken[e] && (best < 0 || c->keys[e] > c->keys[best])) best = e;
+    if (best < 0) break; /* a group of fewer */
     taken[best] = true;
     sum += c->keys[best];
     *noise += isfinite(c->keys[best]) ? key_noise(c->keys[best]) : 0;
