@@ -168,7 +168,8 @@ typedef enum moe_epilogue {
                              dweights[slot] = <da, act(h)> + <A row, dot_bias[e]> */
 } moe_epilogue;
 
-/* Rows grouped by expert:  acc[r,n] = sum over k of A[src(r),k] B[e(r)][n,k], accumulated in fp32 over ascending k.
+/* Rows grouped by expert:  acc[r,n] = sum over k of A[src(r),k] B[e(r)][n,k], accumulated in fp32 over ascending k; a
+ * bf16 operand times an fp32 one may be summed part by part (docs/numerics.md).
  * Experts with no rows are skipped. One expert and row_offset NULL: an ordinary matrix product. */
 typedef struct moe_gemm_args {
   MOE_OP_HEAD
@@ -201,7 +202,7 @@ size_t moe_gemm_scratch(const moe_context *ctx, const moe_gemm_args *args);
 moe_status moe_gemm(moe_context *ctx, const moe_gemm_args *args, moe_stream stream);
 
 /* Contraction grouped by expert:  d[e][m,n] = sum over rows r of e of weight(r) A[srca(r),m] B[srcb(r),n],
- * fp32 over ascending r. Experts with no rows give 0, or leave d as it is when accumulating. */
+ * fp32 over ascending r (or part by part, as above). Experts with no rows give 0, or leave d as it is when accumulating. */
 typedef struct moe_wgrad_args {
   MOE_OP_HEAD
   int64_t rows;

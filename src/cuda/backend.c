@@ -47,7 +47,7 @@ static size_t largest(size_t a, size_t b, size_t c) {
   return larger > c ? larger : c;
 }
 
-/* What fits may depend on addresses, so scratch is enough for any. */
+/* What fits may depend on which arrays there are, so scratch is enough for any. */
 size_t moe_cuda_gemm_scratch(const moe_context *ctx, const moe_gemm_args *args) {
   (void)ctx;
   return largest(moe_cuda_wgmma_gemm_scratch(args), moe_cuda_parts_gemm_scratch(args),

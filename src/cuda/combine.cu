@@ -4,7 +4,8 @@
  * and its gradient: dy[r,:] = weight dout[token,:], dweights[t,j] = <dout[t,:], y[r,:]>.
  *
  * Forward      gather, never scatter. A warp has a segment of SPAN x 256 columns of one token: a lane knows one of its slots,
- *              SLOTS rows are asked for before the first is used, and the lanes sum eight columns each, in the order of j:
+ *              looked up a segment before; SLOTS rows are asked for before the first is used, and the lanes sum eight columns
+ *              each, in the order of j:
  *
  *                  token t   | segment 0 | segment 1 | ...     neighbouring warps have neighbouring segments, so that
  *                  warp         w           w + 1              together they read whole rows
@@ -40,6 +41,19 @@ __host__ __device__ constexpr int span_of(int dtype, int slots) {
   return (slots < 4 ? 4 : 8) / slots / (dtype == MOE_FP32 ? 2 : 1);
 }
 
+/* What lane l knows of a token: its slot first + l. The row is as found, not yet held against the limit. */
+struct known_slot {
+  int row;
+  float weight;
+};
+
+__device__ __forceinline__ known_slot slot_at(const moe_combine_args &p, int64_t token, int first) {
+  const int j = first + threadIdx.x % 32;
+  if (token >= p.tokens || j >= (int)p.topk) return {-1, 0};
+  const int64_t s = token * p.topk + j;
+  return {p.slot_row != nullptr ? p.slot_row[s] : (int)s, p.weights != nullptr ? p.weights[s] : 1.0f};
+}
+
 template <int DTYPE, int SLOTS>
 static __global__ void __launch_bounds__(WARPS * 32, 1)
     combine_kernel(const __grid_constant__ moe_combine_args p) {
@@ -47,9 +61,14 @@ static __global__ void __launch_bounds__(WARPS * 32, 1)
   const int64_t limit = row_limit(p.row_end, p.rows);
   const int hidden = (int)p.hidden, topk = (int)p.topk;
   walk w = walk_from(grid_thread() / 32, grid_threads() / 32, CEIL_DIV(hidden, SPAN * SPAN_COLUMNS));
-  for (; w.row < p.tokens; walk_on(&w)) {
+  known_slot next = slot_at(p, w.row, 0);
+  while (w.row < p.tokens) {
+    const int64_t token = w.row;
     const int column = w.piece * (SPAN * SPAN_COLUMNS) + threadIdx.x % 32 * EIGHT;
-    const int64_t at = w.row * hidden + column;
+    const int64_t at = token * hidden + column;
+    known_slot now = next;
+    walk_on(&w);
+    next = slot_at(p, w.row, 0);
     float sum[SPAN][EIGHT] = {};
 #pragma unroll
     for (int c = 0; c < SPAN; c++)
@@ -57,11 +76,9 @@ static __global__ void __launch_bounds__(WARPS * 32, 1)
         load_eight(sum[c], p.addend, MOE_FP32, at + c * SPAN_COLUMNS, EIGHT, true);
     const row_source y = {static_cast<const char *>(p.y) + column * BYTES, (uint32_t)(hidden * BYTES),
                           hidden - column};
-    for (int j = threadIdx.x % 32; j - (int)threadIdx.x % 32 < topk; j += SLOTS) {
-      const int64_t s = w.row * topk + j;
-      const int row = j < topk ? (int)row_of(p.slot_row, s, limit) : -1;
-      const float weight = row >= 0 && p.weights != nullptr ? p.weights[s] : 1.0f;
-      add_rows<DTYPE, SLOTS, SPAN>(sum, y, row, weight, 0);
+    for (int j = 0; j < topk; j += SLOTS) {
+      if (j > 0 && j % 32 == 0) now = slot_at(p, token, j);
+      add_rows<DTYPE, SLOTS, SPAN>(sum, y, now.row < limit ? now.row : -1, now.weight, j % 32);
     }
 #pragma unroll
     for (int c = 0; c < SPAN; c++)

@@ -45,7 +45,7 @@ template <int EPILOGUE> constexpr bool delivers_fp32 = EPILOGUE == STORE_NUMBERS
 
 /* Who is who in a block: threads 0 .. loaders load, warps 4 to 11 are the consumers, the others store. An instruction of 256 columns needs
  * more registers than each thread has where there are 512 of them: few threads, then, of whose first warpgroup what does not load stores. Else
- * there is a warpgroup for each, and registers go where they are needed. */
+ * there is a warpgroup for each, registers go where they are needed, and a tile of 256 columns takes two instructions. */
 template <int THREADS, int LOADERS> struct roles {
   static constexpr bool few = THREADS == 384;
   static constexpr int threads = THREADS, loaders = LOADERS;
@@ -54,7 +54,9 @@ template <int THREADS, int LOADERS> struct roles {
   static __device__ __forceinline__ bool loads() { return threadIdx.x < loaders; }
   static __device__ __forceinline__ bool consumes() { return threadIdx.x >= 128 && threadIdx.x < 384; }
 };
-template <int BN> using gemm_roles = roles<BN == 256 ? 384 : 512, BN == 256 ? 64 : 128>;
+/* dact has more to do for an element than two warps can do meanwhile. */
+template <int BN, int EPILOGUE>
+using gemm_roles = roles<BN == 256 && EPILOGUE != DACT ? 384 : 512, BN == 256 && EPILOGUE != DACT ? 64 : 128>;
 
 /* Where in the ring of stages, and in which round of it, even or odd. */
 struct ring {
@@ -76,8 +78,8 @@ template <int BN, int STAGES, int EPILOGUE> struct gemm_shared {
   uint64_t full[STAGES];
   uint64_t empty[STAGES];
   handover over;
-  int warp_total[gemm_roles<BN>::threads / 32]; /* of schedule_prepare */
-  int first[1];                                 /* experts + 1 of them */
+  int warp_total[gemm_roles<BN, EPILOGUE>::threads / 32]; /* of schedule_prepare */
+  int first[1];                                           /* experts + 1 of them */
 };
 
 template <int BN, int STAGES, int EPILOGUE>
@@ -130,7 +132,7 @@ __device__ __forceinline__ void producer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
  * A source is kept as a count of 16-byte pieces, made once a tile: the loop has one instruction to spare for each address. */
 template <int BN, int STAGES, int EPILOGUE, bool B_KN>
 __device__ __forceinline__ void gather_producer(gemm_shared<BN, STAGES, EPILOGUE> &s, const gemm_params &p) {
-  constexpr int LINES = gemm_roles<BN>::loaders / 8, ROWS = BM / LINES;
+  constexpr int LINES = gemm_roles<BN, EPILOGUE>::loaders / 8, ROWS = BM / LINES;
   const int thread = threadIdx.x, chunk = thread % 8, line = thread / 8;
   const uint32_t offset = line * 128 + ((chunk ^ (line % 8)) * 16);
   const int blocks = (p.k + BK - 1) / BK;
@@ -230,6 +232,7 @@ __device__ __forceinline__ finish finish_of(const gemm_params &p, const tile_pla
 template <int BN, int STAGES, int EPILOGUE, bool B_KN>
 __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, const gemm_params &p) {
   const int warp = threadIdx.x / 32 - GROUP_WARPS;
+  constexpr int N = BN == 256 && !gemm_roles<BN, EPILOGUE>::few ? 128 : BN; /* columns of an instruction */
   const bool finished = EPILOGUE != DACT && (p.weights != nullptr || p.bias != nullptr);
   float acc[BN / 2];
   ring at = {0, 0};
@@ -237,7 +240,7 @@ __device__ __forceinline__ void consumer(gemm_shared<BN, STAGES, EPILOGUE> &s, c
   for (int tile = blockIdx.x; tile < tile_count(s, p); tile += gridDim.x, round ^= 1) {
     finish f = {};
     if (finished) f = finish_of<BN>(p, place_of(s, p, tile), s.bias[EPILOGUE == DACT ? 0 : warp]);
-    mainloop<BN, BN, false, B_KN>(s, p.pairs.count * ((p.k + BK - 1) / BK), at, acc);
+    mainloop<BN, N, false, B_KN>(s, p.pairs.count * ((p.k + BK - 1) / BK), at, acc);
     mbarrier_wait(&s.over.taken, round);
     if (finished)
       deliver<true>(acc, s.result, warp * 16, f);
@@ -253,8 +256,8 @@ __device__ __forceinline__ void epilogue(gemm_shared<BN, STAGES, EPILOGUE> &s, c
   for (int tile = blockIdx.x; tile < tile_count(s, p); tile += gridDim.x, round ^= 1) {
     const tile_place place = place_of(s, p, tile);
 #pragma unroll 1
-    for (int band = threadIdx.x / 32 - gemm_roles<BN>::first_storer; band < BANDS;
-         band += gemm_roles<BN>::storers) {
+    for (int band = threadIdx.x / 32 - gemm_roles<BN, EPILOGUE>::first_storer; band < BANDS;
+         band += gemm_roles<BN, EPILOGUE>::storers) {
       if constexpr (EPILOGUE == DACT) {
         dact_result(s.result, &s.over.ready, round, p, place, band);
         continue;
@@ -273,7 +276,7 @@ __device__ __forceinline__ void epilogue(gemm_shared<BN, STAGES, EPILOGUE> &s, c
 }
 
 template <int BN, int STAGES, int EPILOGUE, bool B_KN>
-__global__ void __launch_bounds__(gemm_roles<BN>::threads, 1)
+__global__ void __launch_bounds__(gemm_roles<BN, EPILOGUE>::threads, 1)
     gemm_kernel(const __grid_constant__ gemm_params p) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto &s = *reinterpret_cast<gemm_shared<BN, STAGES, EPILOGUE> *>(raw);
@@ -282,24 +285,24 @@ __global__ void __launch_bounds__(gemm_roles<BN>::threads, 1)
     tma_prefetch(&p.b_map);
     if (p.gather_topk == 0) tma_prefetch(&p.a_map);
     for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(&s.full[i], p.gather_topk > 0 ? gemm_roles<BN>::loaders + 1 : 1);
+      mbarrier_init(&s.full[i], p.gather_topk > 0 ? gemm_roles<BN, EPILOGUE>::loaders + 1 : 1);
       mbarrier_init(&s.empty[i], CONSUMERS * GROUP_WARPS);
     }
-    handover_init(s.over, gemm_roles<BN>::storers);
+    handover_init(s.over, gemm_roles<BN, EPILOGUE>::storers);
     fence_barrier_init();
   }
   schedule_prepare<BM>(s.first, s.warp_total, p.row_offset, p.experts, p.rows);
-  if (gemm_roles<BN>::loads()) {
-    if constexpr (!gemm_roles<BN>::few) registers_shrink<40>();
+  if (gemm_roles<BN, EPILOGUE>::loads()) {
+    if constexpr (!gemm_roles<BN, EPILOGUE>::few) registers_shrink<40>();
     if (p.gather_topk > 0)
       gather_producer<BN, STAGES, EPILOGUE, B_KN>(s, p);
     else
       producer<BN, STAGES, EPILOGUE, B_KN>(s, p);
-  } else if (gemm_roles<BN>::consumes()) {
-    if constexpr (!gemm_roles<BN>::few) registers_grow<144>();
+  } else if (gemm_roles<BN, EPILOGUE>::consumes()) {
+    if constexpr (!gemm_roles<BN, EPILOGUE>::few) registers_grow<BN == 256 ? 160 : 144>();
     consumer<BN, STAGES, EPILOGUE, B_KN>(s, p);
   } else {
-    if constexpr (!gemm_roles<BN>::few) registers_grow<184>();
+    if constexpr (!gemm_roles<BN, EPILOGUE>::few) registers_grow<BN == 256 ? 152 : 184>();
     epilogue(s, p);
   }
 }

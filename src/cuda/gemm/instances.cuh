@@ -10,7 +10,7 @@ static const gemm_instance instances[] = {
   {(const void *)gemm_kernel<BN, STAGES, EPILOGUE, KN>, \
    EPILOGUE,                                            \
    BN,                                                  \
-   gemm_roles<BN>::threads,                             \
+   gemm_roles<BN, EPILOGUE>::threads,                   \
    KN,                                                  \
    sizeof(gemm_shared<BN, STAGES, EPILOGUE>)},
 #include "gemm.def"

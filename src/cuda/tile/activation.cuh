@@ -99,16 +99,16 @@ __device__ __forceinline__ void act_rows(const gemm_params &p, const h_pieces &h
   }
 }
 
-/* The gradient of a pair: `weight` da and h become weight * a, d gate and d up; returns da * a. */
+/* The gradient of a pair: `weight` da and h become weight * a, d gate and d up; `sum` grows by da * a. */
 struct pair_grads {
   uint32_t a, gate, up;
 };
 template <int KIND, int LEVEL>
-__device__ __forceinline__ float dact_pair(const gemm_params &p, uint32_t da_pair, uint32_t gate_pair,
-                                           uint32_t up_pair, float weight, pair_grads *d) {
+__device__ __forceinline__ pair_grads dact_pair(const gemm_params &p, uint32_t da_pair, uint32_t gate_pair,
+                                                uint32_t up_pair, float weight, float &sum) {
   const float2 x = floats_of(da_pair), g = floats_of(gate_pair), u = floats_of(up_pair);
   const float da[2] = {x.x, x.y}, gates[2] = {g.x, g.y}, ups[2] = {u.x, u.y};
-  float a[2], dg[2], du[2], sum = 0;
+  float a[2], dg[2], du[2];
 #pragma unroll
   for (int c = 0; c < 2; c++) {
     const bool over = LEVEL > PLAIN && gates[c] > p.act.gate_max;
@@ -122,8 +122,7 @@ __device__ __forceinline__ float dact_pair(const gemm_params &p, uint32_t da_pai
     dg[c] = scaled * (over ? 0.0f : inner) * v;
     du[c] = scaled * f * up_slope<LEVEL>(p, ups[c]);
   }
-  *d = {pair_of(a[0], a[1]), pair_of(dg[0], dg[1]), pair_of(du[0], du[1])};
-  return sum;
+  return {pair_of(a[0], a[1]), pair_of(dg[0], dg[1]), pair_of(du[0], du[1])};
 }
 
 /* h becomes dh; a: weight * a; sum: the rows' sums of da * a grow. */
@@ -138,8 +137,7 @@ __device__ __forceinline__ void dact_rows(const gemm_params &p, h_pieces &h, con
     uint32_t pair[4];
 #pragma unroll
     for (int q = 0; q < 4; q++) {
-      pair_grads d;
-      sum[j] += dact_pair<KIND, LEVEL>(p, da_pair[q], own.gate[q], own.up[q], weight[j], &d);
+      const pair_grads d = dact_pair<KIND, LEVEL>(p, da_pair[q], own.gate[q], own.up[q], weight[j], sum[j]);
       own.gate[q] = d.gate;
       own.up[q] = d.up;
       pair[q] = d.a;
