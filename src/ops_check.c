@@ -21,6 +21,16 @@ static moe_status check_array(const char *op, const char *field, const void *arr
   return MOE_OK;
 }
 
+/* An operand of a matrix product, which is read and written in pieces of 16 bytes. */
+#define OPERAND(op, a, field, wanted) TRY(check_operand(#op, #field, (a)->field, (wanted)))
+
+static moe_status check_operand(const char *op, const char *field, const void *array, bool wanted) {
+  TRY(check_array(op, field, array, wanted));
+  CHECK((uintptr_t)array % 16 == 0, MOE_ERROR_ARGUMENT, "%s: %s = %p, wanted an address aligned to 16 bytes",
+        op, field, array);
+  return MOE_OK;
+}
+
 static moe_status check_slots(const char *op, int64_t tokens, int64_t topk, int64_t lowest_topk) {
   TRY(moe_check_range(op, "topk", topk, lowest_topk, MOE_MAX_TOPK));
   CHECK(tokens >= 0 && tokens <= MAX_ROWS / (topk > 0 ? topk : 1), MOE_ERROR_ARGUMENT,
@@ -172,11 +182,13 @@ moe_status moe_arrays_gemm(const moe_gemm_args *a) {
   const bool some = a->rows > 0, dact = a->epilogue == MOE_EPILOGUE_DACT;
   CHECK(a->row_offset != NULL || a->experts == 1, MOE_ERROR_ARGUMENT,
         "gemm: row_offset = NULL, wanted an array for experts = %" PRId64, a->experts);
-  ARRAY(gemm, a, a, some);
-  ARRAY(gemm, a, b, some);
-  ARRAY(gemm, a, d, some && !dact);
-  ARRAY(gemm, a, h, some && dact);
-  ARRAY(gemm, a, dh, some && dact);
+  OPERAND(gemm, a, a, some);
+  OPERAND(gemm, a, b, some);
+  OPERAND(gemm, a, d, some && !dact);
+  OPERAND(gemm, a, h, some && dact);
+  OPERAND(gemm, a, dh, some && dact);
+  OPERAND(gemm, a, bias, false);
+  OPERAND(gemm, a, dot_bias, false);
   return MOE_OK;
 }
 
@@ -197,9 +209,9 @@ moe_status moe_sizes_wgrad(moe_wgrad_args *a, struct resolved *resolved) {
 moe_status moe_arrays_wgrad(const moe_wgrad_args *a) {
   CHECK(a->row_offset != NULL || a->experts == 1, MOE_ERROR_ARGUMENT,
         "wgrad: row_offset = NULL, wanted an array for experts = %" PRId64, a->experts);
-  ARRAY(wgrad, a, a, a->rows > 0);
-  ARRAY(wgrad, a, b, a->rows > 0);
-  ARRAY(wgrad, a, d, true);
+  OPERAND(wgrad, a, a, a->rows > 0);
+  OPERAND(wgrad, a, b, a->rows > 0);
+  OPERAND(wgrad, a, d, true);
   return MOE_OK;
 }
 

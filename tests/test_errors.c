@@ -394,6 +394,21 @@ static void other_ops(void) {
   OP(gemm, "gemm: act = NULL, wanted a moe_act_desc", GEMM, .epilogue = MOE_EPILOGUE_ACT);
   OP(gemm, "gemm: n = 7, wanted an even number (2F)", GEMM, .epilogue = MOE_EPILOGUE_ACT, .act = &act);
   OP(gemm, "gemm: row_offset = NULL, wanted an array for experts = 2", GEMM);
+  void *const eight = some + 8;
+  SAYS(moe_gemm(ctx, &(moe_gemm_args){.size = sizeof(moe_gemm_args), GEMM, .row_offset = eight, .a = eight},
+                NULL),
+       ARGUMENT, "gemm: a = %p, wanted an address aligned to 16 bytes", eight);
+  SAYS(moe_wgrad(ctx,
+                 &(moe_wgrad_args){.size = sizeof(moe_wgrad_args),
+                                   .m = 8,
+                                   .n = 8,
+                                   .experts = 1,
+                                   .d = eight,
+                                   .a_dtype = MOE_BF16,
+                                   .b_dtype = MOE_BF16,
+                                   .d_dtype = MOE_FP32},
+                 NULL),
+       ARGUMENT, "wgrad: d = %p, wanted an address aligned to 16 bytes", eight);
   OP(wgrad, "wgrad: row_offset = NULL, wanted an array for experts = 2", PRODUCT, .m = 8, .a_dtype = MOE_FP32,
      .b_dtype = MOE_FP32);
   OP(bias_grad, "bias_grad: row_offset = NULL, wanted an array for experts = 2", PRODUCT,
