@@ -18,6 +18,7 @@
 enum {
   MOST_REPEATS = 1000,
   LEAST_REPEATS = 3,
+  MOST_TIMED = 2,
   FLUSH_BYTES = 1 << 28 /* several times the cache of any device */
 };
 
@@ -33,14 +34,14 @@ static int compare_doubles(const void *a, const void *b) {
 }
 
 /* On a device the flush makes the caches cold, and keeps it busy until the first launch of the call has come. */
-static moe_status time_once(const struct bench *bench, bench_call call, void *context, double *us,
+static moe_status time_once(const struct bench *bench, const struct timed *timed, double *us,
                             double *host_us) {
-  moe_status status = bench->apart ? moe_zero(bench->ctx, &bench->flush, bench->stream) : MOE_OK;
-  if (status == MOE_OK) status = moe_timer_record(bench->from, bench->stream);
+  moe_status status = bench->apart ? moe_zero(bench->ctx, &bench->flush, timed->stream) : MOE_OK;
+  if (status == MOE_OK) status = moe_timer_record(bench->from, timed->stream);
   const double start = now_us();
-  if (status == MOE_OK) status = call(context);
+  if (status == MOE_OK) status = timed->call(timed->context);
   *host_us = now_us() - start;
-  if (status == MOE_OK) status = moe_timer_record(bench->to, bench->stream);
+  if (status == MOE_OK) status = moe_timer_record(bench->to, timed->stream);
   return status == MOE_OK ? moe_timer_elapsed_us(bench->from, bench->to, us) : status;
 }
 
@@ -50,22 +51,31 @@ static double median(double *values, int count) {
   return count % 2 ? values[count / 2] : (values[count / 2 - 1] + values[count / 2]) / 2;
 }
 
-moe_status bench_time(const struct bench *bench, bench_call call, void *context, struct timing *timing) {
-  double times[MOST_REPEATS], hosts[MOST_REPEATS];
-  int count = 0;
-  moe_status status = call(context);
-  if (status == MOE_OK) status = moe_synchronize(bench->ctx, bench->stream);
-  const double start = now_us();
-  while (status == MOE_OK && count < (int)bench->repeat) {
-    if (count >= LEAST_REPEATS && now_us() - start > bench->seconds * 1e6) break;
-    status = time_once(bench, call, context, &times[count], &hosts[count]);
-    count++;
+static struct timing timing_of(double *times, double *hosts, int count) {
+  const double middle = median(times, count), quartiles = times[(3 * count) / 4] - times[count / 4];
+  return (struct timing){middle, 100 * quartiles / middle, median(hosts, count)};
+}
+
+moe_status bench_time_turns(const struct bench *bench, const struct timed *timed, int count) {
+  double times[MOST_TIMED][MOST_REPEATS], hosts[MOST_TIMED][MOST_REPEATS];
+  moe_status status = MOE_OK;
+  for (int i = 0; status == MOE_OK && i < count; i++) {
+    status = timed[i].call(timed[i].context);
+    if (status == MOE_OK) status = moe_synchronize(bench->ctx, timed[i].stream);
   }
-  if (status != MOE_OK) return status;
-  timing->median_us = median(times, count);
-  timing->host_us = median(hosts, count);
-  timing->spread_pct = 100 * (times[(3 * count) / 4] - times[count / 4]) / timing->median_us;
-  return MOE_OK;
+  const double start = now_us();
+  int round = 0;
+  for (; status == MOE_OK && round < (int)bench->repeat; round++) {
+    if (round >= LEAST_REPEATS && now_us() - start > count * bench->seconds * 1e6) break;
+    for (int i = 0; status == MOE_OK && i < count; i++)
+      status = time_once(bench, &timed[i], &times[i][round], &hosts[i][round]);
+  }
+  for (int i = 0; status == MOE_OK && i < count; i++) *timed[i].timing = timing_of(times[i], hosts[i], round);
+  return status;
+}
+
+moe_status bench_time(const struct bench *bench, bench_call call, void *context, struct timing *timing) {
+  return bench_time_turns(bench, &(struct timed){call, context, NULL, timing}, 1);
 }
 
 /* ---- one problem ----------------------------------------------------------------------------------------------- */

@@ -37,8 +37,7 @@ struct bench {
   bool csv, json, unfused;
   bool apart; /* a device: calls return before their work is done, caches are swept */
   moe_context *ctx;
-  moe_stream side;   /* for graphs; NULL on the CPU */
-  moe_stream stream; /* that timed calls go to; NULL but for graphs */
+  moe_stream side; /* for graphs; NULL on the CPU */
   moe_timer *from, *to;
   moe_zero_args flush; /* runs before each timed call where `apart` */
   struct ceilings ceilings;
@@ -63,9 +62,17 @@ struct bench_line {
 };
 
 typedef moe_status (*bench_call)(void *context);
+struct timed {
+  bench_call call;
+  void *context;
+  moe_stream stream; /* that the call goes to */
+  struct timing *timing;
+};
 /* Median of up to `repeat` calls within `seconds`, at least 3, after one that is not counted, by the clock of the back
  * end. */
 moe_status bench_time(const struct bench *bench, bench_call call, void *context, struct timing *timing);
+/* The same of one or two, in turns: what a device was doing before decides how fast it is. */
+moe_status bench_time_turns(const struct bench *bench, const struct timed *timed, int count);
 
 /* The report (bench_report.c). */
 void bench_begin(struct bench *bench);

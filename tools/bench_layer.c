@@ -66,13 +66,11 @@ static moe_status take_load(struct run *run, struct load *load) {
   return status;
 }
 
-/* Pass 0 also finds the load, which pass 1 is counted by. */
-static moe_status time_pass(struct bench *bench, struct run *run, int pass, struct load *load,
-                            struct bench_line *line) {
+/* What is known of a pass besides its time. Pass 0 also finds the load, which pass 1 is counted by. */
+static moe_status describe(struct run *run, int pass, struct load *load, struct bench_line *line) {
   const struct problem *p = &run->sample->problem;
-  *line = (struct bench_line){.impl = "moeblas", .pass = passes[pass].name};
-  moe_status status = bench_time(bench, passes[pass].call, run, &line->time);
-  if (status == MOE_OK && pass == 0) status = take_load(run, load);
+  const moe_status status = pass == 0 ? take_load(run, load) : MOE_OK;
+  line->pass = passes[pass].name;
   line->flops = layer_flops(p, load) * (pass + 1);
   line->bytes = layer_bytes(p, load, pass);
   line->peak_mib = layer_mib(run, pass);
@@ -99,30 +97,33 @@ static moe_status record(struct bench *bench, struct run *run, int pass, moe_gra
   return called == MOE_OK ? status : called;
 }
 
-/* Counts the launches of the eager line as well: they are the same calls. */
-static moe_status time_graph(struct bench *bench, struct run *run, int pass, struct bench_line *eager,
-                             struct bench_line *line) {
+/* In turns, as calls and as a replay of what they launch. */
+static moe_status time_pass(struct bench *bench, struct run *run, int pass, struct load *load,
+                            struct bench_line *eager, struct bench_line *graph) {
   struct replay replay = {NULL, bench->side};
-  *line = *eager;
-  line->impl = "moeblas-graph";
+  *eager = (struct bench_line){.impl = "moeblas"};
   moe_status status = record(bench, run, pass, &replay.graph);
-  line->refused = status == MOE_ERROR_UNSUPPORTED ? moe_last_error() : NULL;
-  if (status == MOE_OK) {
-    eager->launches = line->launches = moe_graph_launches(replay.graph);
-    bench->stream = bench->side;
-    status = bench_time(bench, call_replay, &replay, &line->time);
-    bench->stream = NULL;
-  }
+  const bool refused = status == MOE_ERROR_UNSUPPORTED;
+  const char *sentence = refused ? moe_last_error() : NULL;
+  struct timing replayed = {0};
+  const struct timed timed[] = {{passes[pass].call, run, NULL, &eager->time},
+                                {call_replay, &replay, bench->side, &replayed}};
+  if (status == MOE_OK || refused) status = bench_time_turns(bench, timed, refused ? 1 : 2);
+  if (replay.graph) eager->launches = moe_graph_launches(replay.graph);
   moe_graph_destroy(replay.graph);
-  return line->refused ? MOE_OK : status;
+  if (status == MOE_OK) status = describe(run, pass, load, eager);
+  *graph = *eager;
+  graph->impl = "moeblas-graph";
+  graph->time = replayed;
+  graph->refused = sentence;
+  return status;
 }
 
 int bench_layer(struct bench *bench, const char *problem, struct run *run, struct load *load) {
   moe_status status = moe_warmup(run->plan, NULL);
   for (int pass = 0; status == MOE_OK && pass <= run->sample->problem.backward; pass++) {
     struct bench_line eager, graph;
-    status = time_pass(bench, run, pass, load, &eager);
-    if (status == MOE_OK) status = time_graph(bench, run, pass, &eager, &graph);
+    status = time_pass(bench, run, pass, load, &eager, &graph);
     if (status != MOE_OK) break;
     bench_report(bench, problem, &eager);
     bench_report(bench, problem, &graph);
@@ -167,8 +168,9 @@ int bench_sweep(struct bench *bench, struct sample *sample, struct run *run) {
     bench_problem(&sample->problem, text);
     if (!bench->json && !bench->csv) printf("%s\n", text);
     for (int pass = 0; status == MOE_OK && pass <= sample->problem.backward; pass++) {
-      struct bench_line line;
-      status = time_pass(bench, run, pass, &load, &line);
+      struct bench_line line = {.impl = "moeblas"};
+      status = bench_time(bench, passes[pass].call, run, &line.time);
+      if (status == MOE_OK) status = describe(run, pass, &load, &line);
       if (status != MOE_OK) break;
       bench_report(bench, text, &line);
       check_climb(bench, &line, t, &peak[pass]);
