@@ -137,6 +137,7 @@ static void carve_all(struct carver *c, struct model *m) {
   m->dx = m->training ? floats(c, m->tokens * dim) : NULL;
   m->dmixed = m->training ? floats(c, m->tokens * dim) : NULL;
   m->dqkv = m->training ? floats(c, m->tokens * 3 * dim) : NULL;
+  m->step_qkv = floats(c, 3 * dim);
   m->logits = floats(c, m->tokens * MODEL_BYTES);
   m->row_loss = carve(c, m->tokens, sizeof *m->row_loss);
   m->rope = floats(c, m->config.sequence * m->attention.width);

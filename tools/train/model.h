@@ -87,7 +87,8 @@ struct model {
   float *norm; /* scratch [tokens, dim], as dx, dnorm, dmixed */
   float *dx, *dnorm, *dmixed;
   float *dqkv;
-  float *logits; /* [tokens, 256], then its gradient */
+  float *step_qkv; /* of the byte of model_step: its place in qkv may not be aligned as moe_gemm wants it */
+  float *logits;   /* [tokens, 256], then its gradient */
   double *row_loss;
   float *rope;
   struct attention attention;

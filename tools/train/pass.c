@@ -100,16 +100,17 @@ size_t model_workspace(const struct model *m) {
 static moe_status attention_forward(struct model *m, int64_t l, int64_t tokens) {
   struct layer *y = m->layer + l;
   const int64_t dim = m->config.dim;
-  float *qkv = y->qkv + m->position * 3 * dim;
+  float *const kept = y->qkv + m->position * 3 * dim, *const qkv = m->position > 0 ? m->step_qkv : kept;
   rmsnorm_rstd(y->rstd1, y->x, tokens, dim);
   rmsnorm_apply(m->norm, y->x, y->rstd1, model_value(m, l, PART_NORM1), tokens, dim);
   spent(m, TIME_OTHER);
   TRY(dense(m, qkv, m->norm, model_value(m, l, PART_QKV), tokens, 3 * dim, dim, TO_OUTPUT));
   spent(m, TIME_DENSE);
   rope(&m->attention, qkv, m->rope + m->position * m->attention.width, 0);
-  if (m->position > 0)
+  if (m->position > 0) {
+    memcpy(kept, qkv, (size_t)(3 * dim) * sizeof *qkv);
     attention_step(&m->attention, y->mixed, y->qkv, m->position + 1);
-  else
+  } else
     attention(&m->attention, y->mixed, y->lse, qkv);
   memcpy(y->x2, y->x, (size_t)(tokens * dim) * sizeof *y->x2);
   spent(m, TIME_ATTENTION);
