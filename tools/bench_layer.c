@@ -109,7 +109,7 @@ static moe_status time_pass(struct bench *bench, struct run *run, int pass, stru
   const struct timed timed[] = {{passes[pass].call, run, NULL, &eager->time},
                                 {call_replay, &replay, bench->side, &replayed}};
   if (status == MOE_OK || refused) status = bench_time_turns(bench, timed, refused ? 1 : 2);
-  if (replay.graph) eager->launches = moe_graph_launches(replay.graph);
+  eager->launches = moe_graph_launches(replay.graph);
   moe_graph_destroy(replay.graph);
   if (status == MOE_OK) status = describe(run, pass, load, eager);
   *graph = *eager;

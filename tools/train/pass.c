@@ -110,8 +110,9 @@ static moe_status attention_forward(struct model *m, int64_t l, int64_t tokens) 
   if (m->position > 0) {
     memcpy(kept, qkv, (size_t)(3 * dim) * sizeof *qkv);
     attention_step(&m->attention, y->mixed, y->qkv, m->position + 1);
-  } else
+  } else {
     attention(&m->attention, y->mixed, y->lse, qkv);
+  }
   memcpy(y->x2, y->x, (size_t)(tokens * dim) * sizeof *y->x2);
   spent(m, TIME_ATTENTION);
   TRY(dense(m, y->x2, y->mixed, model_value(m, l, PART_PROJ), tokens, dim, dim, ADD_OUTPUT));
