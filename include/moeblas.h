@@ -278,7 +278,8 @@ typedef struct moe_params {
 } moe_params;
 #define MOE_PARAMS_INIT MOE_INIT(moe_params)
 
-/* Gradients of the parameters, same shapes, grad_dtype; NULL: not wanted. The correction bias has none. */
+/* Gradients of the parameters, same shapes, grad_dtype; NULL: not wanted. The correction bias has none. Until the backward pass has ended,
+ * what is in an array that is not accumulated is anything: a GPU keeps rows in that of w1. */
 typedef struct moe_param_grads {
   size_t size;
   void *router_weight;

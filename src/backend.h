@@ -7,6 +7,8 @@
  * interleave >= 1, groups >= 1, topk_groups >= 1). What lies in tensors (ids, offsets, values) is never trusted. */
 #pragma once
 
+#include <stdbool.h>
+
 #include "moeblas_ops.h"
 
 struct backend {
@@ -20,6 +22,9 @@ struct backend {
   /* Refuses, with a sentence, a configuration that is sound but not done here. */
   moe_status (*supports)(const moe_context *ctx, const moe_config *config);
   moe_status (*warmup)(moe_context *ctx, const moe_config *config, moe_stream stream);
+  /* Whether products of tokens' rows with experts `inter` wide are faster from a copy of the rows in order, its making included, than
+   * by gathering. NULL: never. */
+  bool (*orders_rows)(const moe_config *config, int64_t inter);
   /* Memory, streams and time: moeblas_ops.h; arguments are checked in memory.c and stream.c. `event` is the back end's part of a timer. */
   moe_status (*memory_alloc)(moe_context *ctx, size_t bytes, void **out);
   void (*memory_free)(moe_context *ctx, void *memory);

@@ -35,21 +35,27 @@ static moe_status bias_grad(struct run *run, const struct experts *e, const void
   return MOE_OK;
 }
 
-/* The up projection once more; the same bits as in the forward pass. */
-static moe_status recompute_h(struct run *run, const struct experts *e, void *h) {
+/* The up projection once more; the same bits as in the forward pass. `rows` [R,D] is for x in order. */
+static moe_status recompute_h(struct run *run, const struct experts *e, void *h, void *rows) {
   const moe_config *c = run->config;
+  struct operand x;
+  TRY(moe_order_rows(run, e, e->x, rows, &x));
   RUN(run, gemm, .rows = e->rows, .n = moe_preact_width(&c->act, e->inter), .k = e->width,
       .experts = e->count, .row_offset = e->map.row_offset, .row_slot = e->map.row_slot,
-      .gather_topk = e->topk, .a = e->x, .a_dtype = c->dtype, .b = e->w1, .b_dtype = c->dtype,
+      .gather_topk = x.topk, .a = x.data, .a_dtype = c->dtype, .b = e->w1, .b_dtype = c->dtype,
       .b_kn = c->transposed, .weights = e->weight_on_input ? e->weights : NULL, .bias = e->b1,
       .bias_dtype = c->dtype, .d = h, .d_dtype = c->dtype);
   return MOE_OK;
 }
 
-/* Space that weight * a [R,F] needs up to dW2, and the rows of dx [R,D] after it. */
-static void *take_shared_rows(struct run *run, const struct experts *e, const struct expert_grads *d) {
-  const int64_t wa = d->dw2 ? e->inter : 0, dx = d->wants_dx ? e->width : 0;
-  return moe_take(&run->workspace, e->rows * (wa > dx ? wa : dx), run->config->dtype);
+/* Where the gradient of the output may lie in order [R,D]: dW1 is written last and till then free, unless it is added to. */
+static void *place_of_dy(const struct run *run, const struct experts *e, const struct expert_grads *d,
+                         int accumulate) {
+  const moe_config *c = run->config;
+  const int64_t f2 = moe_preact_width(&c->act, e->inter);
+  const bool fits =
+      e->rows * (int64_t)moe_dtype_bytes(c->dtype) <= e->count * f2 * (int64_t)moe_dtype_bytes(c->grad_dtype);
+  return fits && !accumulate ? d->dw1 : NULL;
 }
 
 /* From g = dout [T,D] to every gradient of these experts. h is the saved one, or NULL: computed again. The rows of dx stay
@@ -60,22 +66,26 @@ static moe_status run_experts(struct run *run, const struct experts *e, const vo
   const int64_t f2 = moe_preact_width(&c->act, e->inter);
   const float *out_weights = e->weight_on_input ? NULL : e->weights;
   const float *in_weights = e->weight_on_input ? e->weights : NULL;
-  void *rows = take_shared_rows(run, e, d);
+  /* in turn x in order, weight * a [R,F] up to dW2, x in order once more, the rows of dx [R,D] */
+  void *rows = moe_take(&run->workspace, e->rows * (e->inter > e->width ? e->inter : e->width), c->dtype);
   void *wa = d->dw2 ? rows : NULL;
+  struct operand x = {0}, dy;
   const size_t mark = run->workspace.used;
   void *dh = moe_take(&run->workspace, e->rows * f2, c->dtype);
   d->dx_rows = d->wants_dx ? rows : NULL;
-  if (h == NULL) TRY(recompute_h(run, e, dh)); /* and then overwritten in place by its gradient */
+  if (h == NULL) TRY(recompute_h(run, e, dh, rows)); /* and then overwritten in place by its gradient */
+  TRY(moe_order_rows(run, e, g, place_of_dy(run, e, d, accumulate), &dy));
   RUN(run, gemm, .rows = e->rows, .n = e->inter, .k = e->width, .experts = e->count,
-      .row_offset = e->map.row_offset, .row_slot = e->map.row_slot, .gather_topk = e->topk, .a = g,
+      .row_offset = e->map.row_offset, .row_slot = e->map.row_slot, .gather_topk = dy.topk, .a = dy.data,
       .a_dtype = c->dtype, .b = e->w2, .b_dtype = c->dtype, .b_kn = !c->transposed,
       .epilogue = MOE_EPILOGUE_DACT, .weights = out_weights, .d = wa, .d_dtype = c->dtype, .act = &c->act,
       .h = h ? (void *)h : dh, .dh = dh, .dweights = e->weight_on_input ? NULL : d->dweights,
       .dot_bias = e->b2, .bias_dtype = c->dtype);
-  TRY(weight_grad(run, e, g, e->width, e->topk, wa, e->inter, 0, NULL, d->dw2, accumulate));
+  TRY(weight_grad(run, e, dy.data, e->width, dy.topk, wa, e->inter, 0, NULL, d->dw2, accumulate));
   TRY(bias_grad(run, e, g, e->width, e->topk, out_weights, d->db2, accumulate));
   TRY(bias_grad(run, e, dh, f2, 0, NULL, d->db1, accumulate));
-  TRY(weight_grad(run, e, dh, f2, 0, e->x, e->width, e->topk, in_weights, d->dw1, accumulate));
+  if (d->dw1 != NULL) TRY(moe_order_rows(run, e, e->x, rows, &x));
+  TRY(weight_grad(run, e, dh, f2, 0, x.data, e->width, x.topk, in_weights, d->dw1, accumulate));
   if (d->dx_rows != NULL)
     RUN(run, gemm, .rows = e->rows, .n = e->width, .k = f2, .experts = e->count,
         .row_offset = e->map.row_offset, .row_slot = e->map.row_slot, .a = dh, .a_dtype = c->dtype,

@@ -44,14 +44,16 @@ static moe_status route(struct run *run, const moe_forward_args *io, const moe_p
   return MOE_OK;
 }
 
-/* Up projection, activation, down projection: y [R,D] on the workspace. h may be NULL: not kept. */
+/* Up projection, activation, down projection: y [R,D] on the workspace, where up to then x may lie in order. h may be NULL: not kept. */
 static moe_status run_experts(struct run *run, const struct experts *e, void *h, void *y) {
   const moe_config *c = run->config;
   const size_t mark = run->workspace.used;
   void *a = moe_take(&run->workspace, e->rows * e->inter, c->dtype);
+  struct operand x;
+  TRY(moe_order_rows(run, e, e->x, y, &x));
   RUN(run, gemm, .rows = e->rows, .n = moe_preact_width(&c->act, e->inter), .k = e->width,
       .experts = e->count, .row_offset = e->map.row_offset, .row_slot = e->map.row_slot,
-      .gather_topk = e->topk, .a = e->x, .a_dtype = c->dtype, .b = e->w1, .b_dtype = c->dtype,
+      .gather_topk = x.topk, .a = x.data, .a_dtype = c->dtype, .b = e->w1, .b_dtype = c->dtype,
       .b_kn = c->transposed, .epilogue = MOE_EPILOGUE_ACT, .weights = e->weight_on_input ? e->weights : NULL,
       .bias = e->b1, .bias_dtype = c->dtype, .d = a, .d_dtype = c->dtype, .act = &c->act, .h = h);
   RUN(run, gemm, .rows = e->rows, .n = e->width, .k = e->inter, .experts = e->count,

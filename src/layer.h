@@ -39,6 +39,12 @@ struct saved {
   void *latent_out;    /* [T,L] what the experts gave, before latent_up */
 };
 
+/* Something with a row a routed row: row slot(r)/topk of data or, with topk = 0, row r. */
+struct operand {
+  const void *data;
+  int64_t topk;
+};
+
 /* A set of experts that rows are sent through: the routed ones, or the shared one (E = 1, k = 1). */
 struct experts {
   int64_t width; /* D: columns of x and y */
@@ -81,6 +87,11 @@ extern const moe_router_desc moe_gate_router;
 /* Sum over a token's rows, weighted or not, on top of `addend` [T,D] if there is one. */
 moe_status moe_sum_rows(struct run *run, const struct experts *e, const void *rows, bool weighted,
                         const float *addend, void *out, moe_dtype out_dtype);
+
+/* The tokens' rows of data [T,D] as these experts multiply them: through the map, or copied in its order to `buffer` [R,D] if there is one and
+ * that is faster. */
+moe_status moe_order_rows(struct run *run, const struct experts *e, const void *data, void *buffer,
+                          struct operand *rows);
 
 struct experts moe_routed_experts(const struct run *run, const moe_params *params, const struct saved *saved);
 struct experts moe_shared_experts(const struct run *run, const moe_params *params, const struct saved *saved);

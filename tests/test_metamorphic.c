@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 
+#include "../src/backend.h"
 #include "support.h"
 
 /* A case wide and long enough for several tiles and blocks in every direction. */
@@ -77,6 +78,34 @@ static void check_repeat(const struct layer_case *c) {
   layer_close(&once), layer_close(&again);
 }
 TEST(runs_leave_no_traces) { EACH_CASE(check_repeat, 1); }
+
+/* ---- rows by gathering, or from a copy in order */
+
+static int64_t ordered; /* operands */
+static moe_status count_ordered(moe_context *ctx, const moe_combine_backward_args *args, moe_stream stream) {
+  ordered += args->dy != NULL;
+  return moe_cpu_backend.combine_backward(ctx, args, stream);
+}
+static bool always(const moe_config *config, int64_t inter) { return config->inter > 0 && inter > 0; }
+
+static void check_ordering(const struct layer_case *c) {
+  struct backend ordering = moe_cpu_backend;
+  ordering.orders_rows = always, ordering.combine_backward = count_ordered;
+  struct layer gathers, orders;
+  OPEN(&gathers, c, o.seed = 17);
+  OPEN(&orders, c, o.seed = 17);
+  EXPECT(gathers.array[WORKSPACE].bytes == orders.array[WORKSPACE].bytes, "%s: workspace", c->name);
+  orders.ctx->backend = &ordering;
+  ordered = 0;
+  RAN(layer_run(&gathers), c);
+  RAN(layer_run(&orders), c);
+  const int64_t wanted = c->config.recompute == MOE_RECOMPUTE_H ? 3 : 2; /* up, perhaps once more, dW1 */
+  EXPECT(c->config.entry == MOE_ENTRY_ROWS ? ordered == 0 : ordered >= wanted, "%s: %d operands in order",
+         c->name, (int)ordered);
+  SAME(&gathers, &orders, 0, c, "rows in order");
+  layer_close(&gathers), layer_close(&orders);
+}
+TEST(rows_in_order_change_no_bit) { EACH_CASE(check_ordering, 1); }
 
 /* ---- callers side by side */
 

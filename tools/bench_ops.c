@@ -17,7 +17,7 @@ struct ops {
   int64_t rows, width, columns; /* R = T k at most, D, F or 2F */
   double element;
   float *logits;
-  int32_t *ids, *counts, *row_offset, *row_slot, *slot_row;
+  int32_t *ids, *row_offset, *row_slot, *slot_row;
   float *weights, *dweights, *dlogits;
   void *h, *a, *y, *dh, *wa, *dx_rows;
   void *block[16]; /* all of the above, to be freed */
@@ -91,13 +91,13 @@ static int time_router(struct ops *o) {
          .n = c->experts, .k = c->hidden, .experts = 1, .a = run_block(o->run, T_X), .a_dtype = c->dtype,
          .b = run_block(o->run, T_ROUTER_WEIGHT), .b_dtype = router, .d = o->logits, .d_dtype = MOE_FP32);
   if (problem_routed(o->p))
-    TIME(
-        o, "fwd", "route", route, 0, tokens * (4 * experts + 8 * (double)c->topk), .tokens = o->p->tokens,
-        .experts = c->experts, .topk = c->topk, .router = &c->router,
-        .logits = product ? o->logits : run_block(o->run, T_LOGITS),
-        .logits_dtype = product ? MOE_FP32 : c->logits_dtype, .router_bias = run_block(o->run, T_ROUTER_BIAS),
-        .correction_bias = run_block(o->run, T_CORRECTION_BIAS), .given_ids = run_block(o->run, T_GIVEN_IDS),
-        .padding_mask = run_block(o->run, T_MASK), .ids = o->ids, .weights = o->weights, .counts = o->counts);
+    TIME(o, "fwd", "route", route, 0, tokens * (4 * experts + 8 * (double)c->topk), .tokens = o->p->tokens,
+         .experts = c->experts, .topk = c->topk, .router = &c->router,
+         .logits = product ? o->logits : run_block(o->run, T_LOGITS),
+         .logits_dtype = product ? MOE_FP32 : c->logits_dtype,
+         .router_bias = run_block(o->run, T_ROUTER_BIAS),
+         .correction_bias = run_block(o->run, T_CORRECTION_BIAS), .given_ids = run_block(o->run, T_GIVEN_IDS),
+         .padding_mask = run_block(o->run, T_MASK), .ids = o->ids, .weights = o->weights);
   return CLI_GO_ON;
 }
 
@@ -261,7 +261,6 @@ static void take_buffers(struct ops *o) {
   o->logits = take(o, router ? pairs : 0, sizeof(float));
   o->ids = router ? take(o, o->rows, sizeof(int32_t)) : run_block(o->run, T_GIVEN_IDS);
   o->weights = router ? take(o, o->rows, sizeof(float)) : run_block(o->run, T_GIVEN_WEIGHTS);
-  o->counts = take(o, c->experts, sizeof(int32_t));
   o->row_offset = rows ? run_block(o->run, T_ROW_OFFSET) : take(o, c->experts + 1, sizeof(int32_t));
   o->row_slot = rows ? NULL : take(o, o->rows, sizeof(int32_t));
   o->slot_row = rows ? NULL : take(o, o->rows, sizeof(int32_t));

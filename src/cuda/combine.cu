@@ -13,9 +13,10 @@
  *              SLOTS x SPAN loads of 16 bytes a lane are under way: 50 to 100 KiB a multiprocessor, twice to four times what
  *              4.2 TB/s at 0.8 us ask for. Rows that are no multiple of eight columns, or not aligned, go one load at a time.
  * Backward     a warp has one slot; its lanes walk over the columns, eight at a time, and the 32 sums of the dot product
- *              are added by a fixed tree.
+ *              are added by a fixed tree. Where dy is a mere copy, a warp reads a segment of a token and writes it to all of
+ *              the token's rows.
  * Invariant    results depend on a token and its slots alone. Products are rounded before they are added, as on the CPU.
- * Floor        R H elements read and T H written, at the bandwidth of a copy. */
+ * Floor        R H elements read and T H written, or the other way round, at the bandwidth of a copy. */
 #include "launch.h"
 #include "rows.cuh"
 #include "vector.cuh"
@@ -150,6 +151,41 @@ static __global__ void __launch_bounds__(1024, 1)
   }
 }
 
+enum {
+  COPY_SPAN = 4 /* times 32 words of 16 bytes */
+};
+
+/* Words of 16 bytes in a row of dy. */
+__host__ __device__ __forceinline__ int words_of(const moe_combine_backward_args &p) {
+  return (int)(p.hidden * (p.y_dtype == MOE_FP32 ? 4 : 2) / 16);
+}
+
+/* dy without weights, in the type of dout; rows are whole words. */
+static __global__ void __launch_bounds__(1024, 1)
+    spread_kernel(const __grid_constant__ moe_combine_backward_args p) {
+  const int64_t limit = row_limit(p.row_end, p.rows);
+  const int lane = threadIdx.x % 32, topk = (int)p.topk, words = words_of(p);
+  walk w = walk_from(grid_thread() / 32, grid_threads() / 32, CEIL_DIV(words, COPY_SPAN * 32));
+  for (; w.row < p.tokens; walk_on(&w)) {
+    const int first = w.piece * COPY_SPAN * 32 + lane;
+    const uint4 *from = static_cast<const uint4 *>(p.dout) + w.row * words + first;
+    uint4 word[COPY_SPAN];
+#pragma unroll
+    for (int c = 0; c < COPY_SPAN; c++)
+      if (first + c * 32 < words) word[c] = __ldcs(from + c * 32);
+    for (int base = 0; base < topk; base += 32) {
+      const int own = base + lane < topk ? (int)row_of(p.slot_row, w.row * topk + base + lane, limit) : -1;
+      for (int j = 0; j < min(32, topk - base); j++) {
+        const int row = __shfl_sync(0xffffffffu, own, j);
+        uint4 *to = static_cast<uint4 *>(p.dy) + (int64_t)row * words + first;
+#pragma unroll
+        for (int c = 0; c < COPY_SPAN; c++)
+          if (row >= 0 && first + c * 32 < words) to[c * 32] = word[c];
+      }
+    }
+  }
+}
+
 /* ---- host --------------------------------------------------------------------------------------------------------- */
 
 template <int DTYPE, int SLOTS>
@@ -193,13 +229,20 @@ size_t moe_cuda_combine_backward_scratch(const moe_context *ctx, const moe_combi
 
 moe_status moe_cuda_combine_backward(moe_context *ctx, const moe_combine_backward_args *args,
                                      moe_stream stream) {
+  const int64_t units = moe_cuda_units(ctx, args->sm_limit);
+  const bool copies = args->dy != NULL && args->dweights == NULL && args->weights == NULL &&
+                      args->dout_dtype == args->y_dtype && args->hidden % EIGHT == 0 &&
+                      aligned_16(args->dout) && aligned_16(args->dy);
+  if (copies)
+    return launch("combine_backward", spread_kernel,
+                  grid_of_warps(units, args->tokens * CEIL_DIV(words_of(*args), COPY_SPAN * 32), 32), *args,
+                  stream);
   return launch("combine_backward", combine_backward_kernel,
-                grid_of_warps(moe_cuda_units(ctx, args->sm_limit), args->tokens * args->topk, 32), *args,
-                stream);
+                grid_of_warps(units, args->tokens * args->topk, 32), *args, stream);
 }
 
 #define COMBINES(DTYPE)                                                           \
   (const void *)combine_kernel<DTYPE, 1>, (const void *)combine_kernel<DTYPE, 2>, \
       (const void *)combine_kernel<DTYPE, 4>, (const void *)combine_kernel<DTYPE, DTYPE == MOE_FP32 ? 4 : 8>
 KERNELS(combine, COMBINES(MOE_FP32), COMBINES(MOE_BF16), COMBINES(MOE_FP16), (const void *)combine_any_kernel,
-        (const void *)combine_backward_kernel)
+        (const void *)combine_backward_kernel, (const void *)spread_kernel)

@@ -64,6 +64,20 @@ for tool in memcheck racecheck synccheck initcheck; do
   fi
 done
 
+# With the machine's own python3, on several processes where pytest-xdist is there; what torch has, JAX must be able to have too.
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+workers=$(python3 -c 'import xdist; print("-n 8")' 2>/dev/null || true)
+for part in torch jax hf; do
+  module=${part/hf/transformers}
+  if python3 -c "import pytest, $module" 2>/dev/null; then
+    # shellcheck disable=SC2086 # two words or none
+    step "python $part" python3 -m pytest -q -p no:cacheprovider $workers tests/python/test_"$part"*.py
+  else
+    results+=("python $part: not run, the machine's python3 has no pytest or no $module")
+    echo "SKIP ${results[-1]}"
+  fi
+done
+
 if ((failed)); then
   echo "gpu_check: $failed steps failed; tests/cuda/verified.txt is unchanged"
   exit 1

@@ -112,7 +112,7 @@ static cuuint64_t extent_of(int parts, int64_t k) { return parts > 1 ? parts * A
 static moe_status gemm_maps(const moe_context *ctx, const moe_gemm_args *args, int box_rows, gemm_params *p) {
   const cuuint64_t n = args->n, a_k = extent_of(p->pairs.a_parts, args->k),
                    b_k = extent_of(p->pairs.b_parts, args->k);
-  if (args->gather_topk == 0) TRY(make_map(ctx, "gemm", args->a, a_k, args->rows, 0, BM, &p->a_map));
+  if (p->gather_topk == 0) TRY(make_map(ctx, "gemm", args->a, a_k, args->rows, 0, BM, &p->a_map));
   if (args->b_kn) return make_map(ctx, "gemm", args->b, n, b_k, args->experts, BK, &p->b_map);
   return make_map(ctx, "gemm", args->b, b_k, n, args->experts, box_rows, &p->b_map);
 }
@@ -133,7 +133,7 @@ static gemm_params params_of(const moe_gemm_args *args, int bn) {
   p.n = (int)args->n;
   p.k = (int)args->k;
   p.experts = (int)args->experts;
-  p.gather_topk = (int)args->gather_topk;
+  p.gather_topk = args->gather_topk > 1 || args->row_slot != NULL ? (int)args->gather_topk : 0;
   p.weights = args->weights;
   p.bias = static_cast<const bf16 *>(args->bias);
   p.d = args->d;
