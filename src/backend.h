@@ -22,9 +22,9 @@ struct backend {
   /* Refuses, with a sentence, a configuration that is sound but not done here. */
   moe_status (*supports)(const moe_context *ctx, const moe_config *config);
   moe_status (*warmup)(moe_context *ctx, const moe_config *config, moe_stream stream);
-  /* Whether products of tokens' rows with experts `inter` wide are faster from a copy of the rows in order, its making included, than
-   * by gathering. NULL: never. */
-  bool (*orders_rows)(const moe_config *config, int64_t inter);
+  /* Whether products of tokens' rows with experts `inter` wide, or sums over those rows alone, are faster from a copy of the rows in
+   * order, its making included, than by gathering. NULL: never. */
+  bool (*orders_rows)(const moe_config *config, int64_t inter, bool sums);
   /* Memory, streams and time: moeblas_ops.h; arguments are checked in memory.c and stream.c. `event` is the back end's part of a timer. */
   moe_status (*memory_alloc)(moe_context *ctx, size_t bytes, void **out);
   void (*memory_free)(moe_context *ctx, void *memory);

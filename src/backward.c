@@ -39,7 +39,7 @@ static moe_status bias_grad(struct run *run, const struct experts *e, const void
 static moe_status recompute_h(struct run *run, const struct experts *e, void *h, void *rows) {
   const moe_config *c = run->config;
   struct operand x;
-  TRY(moe_order_rows(run, e, e->x, rows, &x));
+  TRY(moe_order_rows(run, e, e->x, rows, false, &x));
   RUN(run, gemm, .rows = e->rows, .n = moe_preact_width(&c->act, e->inter), .k = e->width,
       .experts = e->count, .row_offset = e->map.row_offset, .row_slot = e->map.row_slot,
       .gather_topk = x.topk, .a = x.data, .a_dtype = c->dtype, .b = e->w1, .b_dtype = c->dtype,
@@ -74,7 +74,7 @@ static moe_status run_experts(struct run *run, const struct experts *e, const vo
   void *dh = moe_take(&run->workspace, e->rows * f2, c->dtype);
   d->dx_rows = d->wants_dx ? rows : NULL;
   if (h == NULL) TRY(recompute_h(run, e, dh, rows)); /* and then overwritten in place by its gradient */
-  TRY(moe_order_rows(run, e, g, place_of_dy(run, e, d, accumulate), &dy));
+  TRY(moe_order_rows(run, e, g, place_of_dy(run, e, d, accumulate), false, &dy));
   RUN(run, gemm, .rows = e->rows, .n = e->inter, .k = e->width, .experts = e->count,
       .row_offset = e->map.row_offset, .row_slot = e->map.row_slot, .gather_topk = dy.topk, .a = dy.data,
       .a_dtype = c->dtype, .b = e->w2, .b_dtype = c->dtype, .b_kn = !c->transposed,
@@ -84,7 +84,7 @@ static moe_status run_experts(struct run *run, const struct experts *e, const vo
   TRY(weight_grad(run, e, dy.data, e->width, dy.topk, wa, e->inter, 0, NULL, d->dw2, accumulate));
   TRY(bias_grad(run, e, g, e->width, e->topk, out_weights, d->db2, accumulate));
   TRY(bias_grad(run, e, dh, f2, 0, NULL, d->db1, accumulate));
-  if (d->dw1 != NULL) TRY(moe_order_rows(run, e, e->x, rows, &x));
+  if (d->dw1 != NULL) TRY(moe_order_rows(run, e, e->x, rows, true, &x));
   TRY(weight_grad(run, e, dh, f2, 0, x.data, e->width, x.topk, in_weights, d->dw1, accumulate));
   if (d->dx_rows != NULL)
     RUN(run, gemm, .rows = e->rows, .n = e->width, .k = f2, .experts = e->count,

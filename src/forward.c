@@ -50,7 +50,7 @@ static moe_status run_experts(struct run *run, const struct experts *e, void *h,
   const size_t mark = run->workspace.used;
   void *a = moe_take(&run->workspace, e->rows * e->inter, c->dtype);
   struct operand x;
-  TRY(moe_order_rows(run, e, e->x, y, &x));
+  TRY(moe_order_rows(run, e, e->x, y, false, &x));
   RUN(run, gemm, .rows = e->rows, .n = moe_preact_width(&c->act, e->inter), .k = e->width,
       .experts = e->count, .row_offset = e->map.row_offset, .row_slot = e->map.row_slot,
       .gather_topk = x.topk, .a = x.data, .a_dtype = c->dtype, .b = e->w1, .b_dtype = c->dtype,

@@ -128,11 +128,11 @@ struct experts moe_shared_experts(const struct run *run, const moe_params *param
                           .weights = params->shared_gate ? saved->gate_weights : NULL};
 }
 
-moe_status moe_order_rows(struct run *run, const struct experts *e, const void *data, void *buffer,
+moe_status moe_order_rows(struct run *run, const struct experts *e, const void *data, void *buffer, bool sums,
                           struct operand *rows) {
   const struct backend *backend = run->ctx->backend;
   *rows = (struct operand){data, e->topk};
-  if (backend->orders_rows == NULL || !backend->orders_rows(run->config, e->inter)) return MOE_OK;
+  if (backend->orders_rows == NULL || !backend->orders_rows(run->config, e->inter, sums)) return MOE_OK;
   if (buffer == NULL || e->map.slot_row == NULL) return MOE_OK; /* without a map they are in order */
   RUN(run, combine_backward, .tokens = run->tokens, .hidden = e->width, .topk = e->topk, .rows = e->rows,
       .slot_row = e->map.slot_row, .row_end = e->map.row_offset + e->count, .dout = data,

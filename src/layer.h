@@ -89,8 +89,8 @@ moe_status moe_sum_rows(struct run *run, const struct experts *e, const void *ro
                         const float *addend, void *out, moe_dtype out_dtype);
 
 /* The tokens' rows of data [T,D] as these experts multiply them: through the map, or copied in its order to `buffer` [R,D] if there is one and
- * that is faster. */
-moe_status moe_order_rows(struct run *run, const struct experts *e, const void *data, void *buffer,
+ * that is faster; `sums`: in sums over the rows alone. */
+moe_status moe_order_rows(struct run *run, const struct experts *e, const void *data, void *buffer, bool sums,
                           struct operand *rows);
 
 struct experts moe_routed_experts(const struct run *run, const moe_params *params, const struct saved *saved);

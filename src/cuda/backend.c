@@ -19,9 +19,10 @@ static moe_status supports(const moe_context *ctx, const moe_config *config) {
   return MOE_OK;
 }
 
-/* The copy takes the time of R D elements written, gathering some per cent of a product of R D inter, so that inter decides. */
-static bool orders_rows(const moe_config *config, int64_t inter) {
-  return config->dtype == MOE_BF16 && inter >= 1024;
+/* The copy takes the time of R D elements written, gathering some per cent of a product of R D inter, twice as many in a sum over rows: so
+ * inter decides (docs/log/gemm.md, 18). */
+static bool orders_rows(const moe_config *config, int64_t inter, bool sums) {
+  return config->dtype == MOE_BF16 && inter >= (sums ? 1024 : 2048);
 }
 
 static moe_status load_kernels(void) {
