@@ -376,6 +376,5 @@ moe_status moe_backward(const moe_plan *plan, const moe_backward_args *given, mo
   TRY(check_buffer("backward", "saved", io.saved, io.saved_bytes, moe_plan_saved(plan, io.tokens)));
   run.workspace.base = (uintptr_t)io.workspace;
   run.saved.base = (uintptr_t)io.saved;
-  if (io.loss_scale == 0) io.loss_scale = 1;
   return moe_run_backward(&run, &io, &params, &grads);
 }

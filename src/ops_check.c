@@ -91,7 +91,6 @@ moe_status moe_sizes_route_backward(moe_route_backward_args *a, struct resolved 
   TRY(check_slots("route_backward", a->tokens, a->topk, 1));
   DTYPE(route_backward, a, logits_dtype);
   DTYPE(route_backward, a, dlogits_dtype);
-  if (a->loss_scale == 0) a->loss_scale = 1;
   return take_router("route_backward", &a->router, &resolved->router, a->experts, a->topk);
 }
 moe_status moe_arrays_route_backward(const moe_route_backward_args *a) {

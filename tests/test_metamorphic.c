@@ -91,22 +91,29 @@ static bool always(const moe_config *config, int64_t inter, bool sums) {
   return true;
 }
 
+/* Few tokens, whose rows fit into dW1, and more of them; set and added. */
 static void check_ordering(const struct layer_case *c) {
   struct backend ordering = moe_cpu_backend;
   ordering.orders_rows = always, ordering.combine_backward = count_ordered;
-  struct layer gathers, orders;
-  OPEN(&gathers, c, o.seed = 17);
-  OPEN(&orders, c, o.seed = 17);
-  EXPECT(gathers.array[WORKSPACE].bytes == orders.array[WORKSPACE].bytes, "%s: workspace", c->name);
-  orders.ctx->backend = &ordering;
-  ordered = 0;
-  RAN(layer_run(&gathers), c);
-  RAN(layer_run(&orders), c);
-  const int64_t wanted = c->config.recompute == MOE_RECOMPUTE_H ? 3 : 2; /* up, perhaps once more, dW1 */
-  EXPECT(c->config.entry == MOE_ENTRY_ROWS ? ordered == 0 : ordered >= wanted, "%s: %d operands in order",
-         c->name, (int)ordered);
-  SAME(&gathers, &orders, 0, c, "rows in order");
-  layer_close(&gathers), layer_close(&orders);
+  for (int64_t tokens = 33; tokens <= 33 * 33; tokens *= 33) {
+    struct layer gathers, orders;
+    OPEN(&gathers, c, o.seed = 17, o.tokens = tokens);
+    OPEN(&orders, c, o.seed = 17, o.tokens = tokens);
+    EXPECT(gathers.array[WORKSPACE].bytes == orders.array[WORKSPACE].bytes, "%s: workspace", c->name);
+    orders.ctx->backend = &ordering;
+    ordered = 0;
+    for (int accumulate = 0; accumulate < 2; accumulate++) {
+      gathers.backward.accumulate = orders.backward.accumulate = accumulate;
+      RAN(layer_run(&gathers), c);
+      RAN(layer_run(&orders), c);
+      SAME(&gathers, &orders, 0, c, "rows in order");
+    }
+    /* up, perhaps once more, dW1; twice */
+    const int64_t wanted = c->config.recompute == MOE_RECOMPUTE_H ? 6 : 4;
+    EXPECT(c->config.entry == MOE_ENTRY_ROWS ? ordered == 0 : ordered >= wanted, "%s: %d operands in order",
+           c->name, (int)ordered);
+    layer_close(&gathers), layer_close(&orders);
+  }
 }
 TEST(rows_in_order_change_no_bit) { EACH_CASE(check_ordering, 1); }
 
