@@ -22,10 +22,18 @@ if [[ ${1:-} == --hash ]]; then
   exit
 fi
 
-step() { # name command...: passes if it ends well and its closing line counts at least one pass and no failure
-  local name=$1 log=$logs/gpu_${1//[ \/]/_}.log status=0 sum
+declare -A running # process of a step
+start() { # name command...
+  local name=$1
   shift
-  timeout 550 "$@" >"$log" 2>&1 </dev/null || status=$?
+  timeout 550 "$@" >"$(log_of "$name")" 2>&1 </dev/null &
+  running[$name]=$!
+}
+log_of() { echo "$logs/gpu_${1//[ \/]/_}.log"; }
+finish() { # name: the step passes if it ended well and its closing line counts at least one pass and no failure
+  local name=$1 log status=0 sum
+  log=$(log_of "$name")
+  wait "${running[$name]}" || status=$?
   sum=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1 || true)
   if [[ $status == 0 && $sum =~ ^[1-9][0-9]*\ passed,\ 0\ failed ]]; then
     results+=("$name: $sum")
@@ -35,6 +43,11 @@ step() { # name command...: passes if it ends well and its closing line counts a
   failed=$((failed + 1))
   echo "FAIL $name: exit status $status${sum:+, $sum}; $log ends with"
   grep -vE '^(ok|PASS) ' "$log" | tail -n 40 | sed 's/^/  | /' || true
+}
+step() { start "$@" && finish "$1"; }
+skip() { # name reason
+  results+=("$1: not run, $2")
+  echo "SKIP ${results[-1]}"
 }
 
 reason=$("$BUILD/moeblas" check --backend cuda 't8 h64 f64' 2>&1 >/dev/null) || {
@@ -53,28 +66,29 @@ step "check" "$BUILD/moeblas" check --backend cuda "@$problems/ci.txt" "@$proble
 step "check --bitwise smoke" "$BUILD/moeblas" check --backend cuda --bitwise "@$problems/smoke.txt"
 step "check --mutate smoke" "$BUILD/moeblas" check --backend cuda --mutate "@$problems/smoke.txt"
 
+# What follows takes the host's time and little of the GPU's, so it runs side by side.
 sanitizer=$(command -v compute-sanitizer || command -v "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer" || true)
-for tool in memcheck racecheck synccheck initcheck; do
-  if [[ -n $sanitizer ]]; then
-    step "compute-sanitizer $tool smoke" "$sanitizer" --tool "$tool" --error-exitcode 9 \
-      "$BUILD/moeblas" check --backend cuda "@$problems/smoke.txt"
-  else
-    results+=("compute-sanitizer $tool smoke: not run, the machine has no compute-sanitizer")
-    echo "SKIP ${results[-1]}"
-  fi
+sanitizers=(memcheck racecheck synccheck initcheck)
+for tool in "${sanitizers[@]}"; do
+  [[ -n $sanitizer ]] && start "compute-sanitizer $tool smoke" "$sanitizer" --tool "$tool" --error-exitcode 9 \
+    "$BUILD/moeblas" check --backend cuda "@$problems/smoke.txt"
 done
-
-# With the machine's own python3, on several processes where pytest-xdist is there; what torch has, JAX must be able to have too.
+# With the machine's own python3, on several processes where pytest-xdist is there; JAX must not take all memory.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
-workers=$(python3 -c 'import xdist; print("-n 8")' 2>/dev/null || true)
+workers=$(python3 -c 'import xdist; print("-n 4")' 2>/dev/null || true)
 for part in torch jax hf; do
-  module=${part/hf/transformers}
-  if python3 -c "import pytest, $module" 2>/dev/null; then
-    # shellcheck disable=SC2086 # two words or none
-    step "python $part" python3 -m pytest -q -p no:cacheprovider $workers tests/python/test_"$part"*.py
-  else
-    results+=("python $part: not run, the machine's python3 has no pytest or no $module")
-    echo "SKIP ${results[-1]}"
+  # shellcheck disable=SC2086 # two words or none
+  python3 -c "import pytest, ${part/hf/transformers}" 2>/dev/null &&
+    start "python $part" python3 -m pytest -q -p no:cacheprovider $workers tests/python/test_"$part"*.py
+done
+for tool in "${sanitizers[@]}"; do
+  name="compute-sanitizer $tool smoke"
+  if [[ -n ${running[$name]:-} ]]; then finish "$name"; else skip "$name" "the machine has no compute-sanitizer"; fi
+done
+for part in torch jax hf; do
+  name="python $part"
+  if [[ -n ${running[$name]:-} ]]; then finish "$name"; else
+    skip "$name" "the machine's python3 has no pytest or no ${part/hf/transformers}"
   fi
 done
 
