@@ -69,7 +69,7 @@ static moe_status run_experts(struct run *run, const struct experts *e, const vo
   /* in turn x in order, weight * a [R,F] up to dW2, x in order once more, the rows of dx [R,D] */
   void *rows = moe_take(&run->workspace, e->rows * (e->inter > e->width ? e->inter : e->width), c->dtype);
   void *wa = d->dw2 ? rows : NULL;
-  struct operand x = {0}, dy;
+  struct operand x, dy;
   const size_t mark = run->workspace.used;
   void *dh = moe_take(&run->workspace, e->rows * f2, c->dtype);
   d->dx_rows = d->wants_dx ? rows : NULL;
@@ -84,7 +84,7 @@ static moe_status run_experts(struct run *run, const struct experts *e, const vo
   TRY(weight_grad(run, e, dy.data, e->width, dy.topk, wa, e->inter, 0, NULL, d->dw2, accumulate));
   TRY(bias_grad(run, e, g, e->width, e->topk, out_weights, d->db2, accumulate));
   TRY(bias_grad(run, e, dh, f2, 0, NULL, d->db1, accumulate));
-  if (d->dw1 != NULL) TRY(moe_order_rows(run, e, e->x, rows, true, &x));
+  TRY(moe_order_rows(run, e, e->x, d->dw1 ? rows : NULL, true, &x));
   TRY(weight_grad(run, e, dh, f2, 0, x.data, e->width, x.topk, in_weights, d->dw1, accumulate));
   if (d->dx_rows != NULL)
     RUN(run, gemm, .rows = e->rows, .n = e->width, .k = f2, .experts = e->count,

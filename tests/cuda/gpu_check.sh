@@ -30,8 +30,13 @@ start() { # name command...
   running[$name]=$!
 }
 log_of() { echo "$logs/gpu_${1//[ \/]/_}.log"; }
-finish() { # name: the step passes if it ended well and its closing line counts at least one pass and no failure
+finish() { # name [reason not to have started]: passes if it ended well and its closing line counts at least one pass and no failure
   local name=$1 log status=0 sum
+  if [[ -z ${running[$name]:-} ]]; then
+    results+=("$name: not run, $2")
+    echo "SKIP ${results[-1]}"
+    return
+  fi
   log=$(log_of "$name")
   wait "${running[$name]}" || status=$?
   sum=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1 || true)
@@ -45,10 +50,6 @@ finish() { # name: the step passes if it ended well and its closing line counts 
   grep -vE '^(ok|PASS) ' "$log" | tail -n 40 | sed 's/^/  | /' || true
 }
 step() { start "$@" && finish "$1"; }
-skip() { # name reason
-  results+=("$1: not run, $2")
-  echo "SKIP ${results[-1]}"
-}
 
 reason=$("$BUILD/moeblas" check --backend cuda 't8 h64 f64' 2>&1 >/dev/null) || {
   status=$?
@@ -82,14 +83,10 @@ for part in torch jax hf; do
     start "python $part" python3 -m pytest -q -p no:cacheprovider $workers tests/python/test_"$part"*.py
 done
 for tool in "${sanitizers[@]}"; do
-  name="compute-sanitizer $tool smoke"
-  if [[ -n ${running[$name]:-} ]]; then finish "$name"; else skip "$name" "the machine has no compute-sanitizer"; fi
+  finish "compute-sanitizer $tool smoke" "the machine has no compute-sanitizer"
 done
 for part in torch jax hf; do
-  name="python $part"
-  if [[ -n ${running[$name]:-} ]]; then finish "$name"; else
-    skip "$name" "the machine's python3 has no pytest or no ${part/hf/transformers}"
-  fi
+  finish "python $part" "the machine's python3 has no pytest or no ${part/hf/transformers}"
 done
 
 if ((failed)); then
