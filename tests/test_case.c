@@ -77,6 +77,36 @@ TEST(blocks_apart_give_the_same_bits) {
   }
 }
 
+/* What the benchmark times: the reports keep their poison, all else has the bits of a full run; losses only where there are any. */
+TEST(a_bare_run_reports_nothing) {
+  static const char *const two[] = {"t24 h64 f96 e8 k2 fp32 swiglu bwd",
+                                    "t24 h64 f96 e8 k2 fp32 swiglu bwd balance=batch z_loss"};
+  for (int i = 0; i < 2; i++) {
+    struct fixture f = fixture(two[i]);
+    struct run full = finished(&f, true, PLACE_END, 0xff), bare;
+    const char *failure = run_open(&bare, &f.sample, (struct memory){f.ctx, true}, f.plan, PLACE_END, 0xff);
+    EXPECT(failure == NULL, "%s", failure);
+    bare.bare = true;
+    EXPECT(run_forward(&bare) == MOE_OK && run_backward(&bare) == MOE_OK && run_fetch(&bare) == MOE_OK, "%s",
+           moe_last_error());
+    for (int id = T_OUT; id < T_RESULTS; id++) {
+      const bool report = id == T_TOPK_IDS || id == T_TOPK_WEIGHTS || id == T_COUNTS || id == T_SLOT_ROW ||
+                          (id == T_LOSSES && i == 0);
+      const size_t bytes = bare.span[id].bytes;
+      const unsigned char *found = run_data(&bare, (enum tensor)id);
+      size_t poisoned = 0;
+      for (size_t at = 0; report && at < bytes; at++) poisoned += found[at] == 0xff;
+      if (report)
+        EXPECT(poisoned == bytes, "%s: %s is written", two[i], tensor_name((enum tensor)id));
+      else if (found != NULL)
+        EXPECT(memcmp(found, run_data(&full, (enum tensor)id), bytes) == 0, "%s: %s differs", two[i],
+               tensor_name((enum tensor)id));
+    }
+    run_close(&bare), run_close(&full);
+    fixture_free(&f);
+  }
+}
+
 /* Every byte around the data counts, at either end of either placement. */
 TEST(damage_to_a_block_is_seen) {
   struct fixture f = fixture(problems[0]);

@@ -94,6 +94,7 @@ static int bench_sample(struct bench *bench, const char *text, struct sample *sa
   const moe_status status = moe_plan_create(&plan, bench->ctx, &sample->problem.config);
   if (status != MOE_OK) return cli_fail_status("bench", status);
   const char *failure = run_open(&run, sample, memory_of(bench->ctx), plan, PLACE_PLAIN, 0);
+  run.bare = true; /* as a step of training calls it */
   const int code =
       failure ? cli_fail("bench", CLI_IO, "%s: %s", text, failure) : bench_run(bench, text, sample, &run);
   run_close(&run);

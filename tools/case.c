@@ -352,6 +352,7 @@ static moe_params params_of(const struct run *run) {
 
 moe_status run_forward(struct run *run) {
   const moe_params params = params_of(run);
+  const moe_router_desc *router = &run->sample->problem.config.router;
   moe_forward_args args = MOE_FORWARD_ARGS_INIT;
   args.tokens = run->sample->problem.tokens;
   args.x = run_block(run, T_X);
@@ -363,11 +364,13 @@ moe_status run_forward(struct run *run) {
   args.padding_mask = run_block(run, T_MASK);
   args.global_counts = run_block(run, T_GLOBAL_COUNTS);
   args.out = run_block(run, T_OUT);
-  args.topk_ids = run_block(run, T_TOPK_IDS);
-  args.topk_weights = run_block(run, T_TOPK_WEIGHTS);
-  args.counts = run_block(run, T_COUNTS);
-  args.slot_row = run_block(run, T_SLOT_ROW);
-  args.losses = run_block(run, T_LOSSES);
+  if (!run->bare) {
+    args.topk_ids = run_block(run, T_TOPK_IDS);
+    args.topk_weights = run_block(run, T_TOPK_WEIGHTS);
+    args.counts = run_block(run, T_COUNTS);
+    args.slot_row = run_block(run, T_SLOT_ROW);
+  }
+  if (!run->bare || router->balance || router->z_coeff > 0) args.losses = run_block(run, T_LOSSES);
   args.saved = run_block(run, T_SAVED);
   args.saved_bytes = run->saved_bytes;
   args.workspace = run_block(run, T_WORKSPACE);

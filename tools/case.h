@@ -144,6 +144,7 @@ struct run {
   size_t saved_bytes; /* as told to the library; the caller may lie about them */
   size_t workspace_bytes;
   bool keep;         /* forward leaves `saved` for backward */
+  bool bare;         /* forward is asked for out, and for losses where there can be any: no reports */
   moe_stream stream; /* of the two calls; NULL after run_open */
 };
 
