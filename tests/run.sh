@@ -42,7 +42,8 @@ for part in ${*:-unit problems scripts gates python}; do
   unit) for source in tests/test_*.c; do
     name=$(basename "$source" .c)
     add "$name" "$BUILD/tests/$name"
-  done ;;
+  done
+    [[ ! -x $BUILD/tests/mock_cuda ]] || add mock_cuda "$BUILD/tests/mock_cuda" ;; # built where there is nvcc
   problems)
     for list in ci edge exact presets; do
       add "problems_$list" "$BUILD/moeblas" check "@tests/problems/$list.txt"

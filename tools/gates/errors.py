@@ -3,8 +3,8 @@
 """Gate: docs/errors.md lists every sentence that the library can answer with.
 
 The sentences are read from the sources: the status and the format of each CHECK and moe_fail. Without arguments the page
-is compared with them; `--write` makes it anew. Which rows a test must see is decided here (UNTESTED); tests/test_errors.c
-reads the page, provokes every other row, and fails for one that it could not. `--self-test` shows that each kind of
+is compared with them; `--write` makes it anew. Who shows a row is decided here (SHOWN_BY), else it is tests/test_errors.c,
+which reads the page, provokes its rows, and fails for one that it could not. `--self-test` shows that each kind of
 difference is found."""
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Every sentence that `moe_last_error()` can hold after a call was refused, with t
 the sources by `tools/gates/errors.py --write`; a gate fails where the page is not up to date. What stands in `<>` is filled in:
 the operation (`<op>`, `<what>`), the argument (`<field>`, `<name>`), what was found, what was wanted.
 
-`tests/test_errors.c` provokes every row marked "test" and compares the whole sentence; the other rows say why no machine without
-a GPU can show them.
+`tests/test_errors.c` provokes every row marked "test" and compares the whole sentence, `tests/mock_cuda/test.c` those marked "mock", in
+the place of whose GPU there is a runtime that computes nothing; the other rows say why no test shows them.
 
 | status | sentence | shown by | where |
 |---|---|---|---|
 """
-# Why a sentence cannot be provoked without a GPU: by file, or by file and first words of the sentence.
-UNTESTED = {
-    "src/cuda/": "a GPU",
+# What else shows a sentence, or why nothing does: by file, or by file and first words of the sentence.
+SHOWN_BY = {
+    "src/cuda/": "mock",
     "src/context.c context: this build": "a build without CUDA",
     "src/cpu/isa.c cpu: MOE_CPU_ISA = <name>, but": "a processor without AVX-512",
 }
@@ -104,9 +104,9 @@ def sites(path: str, text: str) -> Iterator[Site]:
 
 
 def reason(site: Site) -> str:
-    """Why no test of the host shows it, or ""."""
+    """What else than test_errors.c shows it, or why nothing does; or ""."""
     name = f"{site.file} {site.sentence}"
-    return next((why for start, why in UNTESTED.items() if name.startswith(start)), "")
+    return next((why for start, why in SHOWN_BY.items() if name.startswith(start)), "")
 
 
 def rows(found: list[Site]) -> list[Row]:
@@ -158,7 +158,7 @@ def gate_check() -> list[str]:
     page = rows(all_sites)
     if sys.argv[1:] == ["--write"]:
         PAGE.write_text(HEADER + "".join(map(Row.text, page)), encoding="utf-8")
-    print(f"{len(all_sites)} sites, {len(page)} sentences, {sum(row.shown_by == 'test' for row in page)} shown by the test")
+    print(f"{len(all_sites)} sites, {len(page)} sentences, {sum(row.shown_by in ('test', 'mock') for row in page)} shown by tests")
     return vague(all_sites) + differences(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", page)
 
 
