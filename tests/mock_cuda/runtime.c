@@ -12,7 +12,7 @@
 struct mock mock = {.devices = 1, .capability = {90, 90, 90, 90}};
 
 void mock_forget(void) {
-  mock.waits = mock.launches = 0;
+  mock.waits = mock.launches = mock.refuse_after = 0;
   mock.refuse_launch = cudaSuccess;
   mock.refuse_map = false;
   mock.broken[0] = '\0';
@@ -96,7 +96,7 @@ cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute wh
 cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **args, size_t shared,
                              cudaStream_t stream) {
   const struct kernel *kernel = kernel_of(function);
-  if (mock.refuse_launch != cudaSuccess) return mock.refuse_launch;
+  if (mock.refuse_launch != cudaSuccess && mock.launches >= mock.refuse_after) return mock.refuse_launch;
   if (kernel == NULL || args == NULL) return cudaErrorInvalidDeviceFunction;
   rule(kernel->loaded, "%s: launched before it was loaded", kernel->name);
   rule(grid.x > 0 && grid.x <= INT32_MAX && grid.y > 0 && grid.y < 65536 && grid.z > 0 && grid.z < 65536,

@@ -33,7 +33,8 @@ extern struct mock {
       waits; /* allocations, frees, copies, fills, synchronisations, events: none of these in a run call */
   int64_t launches; /* since mock_forget; the first MOCK_LAUNCHES are kept */
   struct mock_launch launch[MOCK_LAUNCHES];
-  cudaError_t refuse_launch; /* what the next launches answer */
+  cudaError_t refuse_launch; /* what the next launches answer, */
+  int64_t refuse_after;      /* but for so many */
   bool refuse_map;           /* the next tensor maps */
   char broken[256];          /* the first rule that was not kept, or "" */
 } mock;

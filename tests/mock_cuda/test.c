@@ -33,7 +33,7 @@ struct layer {
 };
 
 static void place(struct span *span, size_t bytes) {
-  static uintptr_t next = (uintptr_t)1 << 45;
+  static uintptr_t next = ((uintptr_t)1 << 45) + 16; /* aligned no better than it must be */
   memcpy(&span->block, &next, sizeof next);
   next += (bytes / 4096 + 2) * 4096;
   span->bytes = bytes;
@@ -121,6 +121,40 @@ TEST(random_problems_do_so_too) {
     int64_t limit = n % 2 == 0 ? 0 : 1 + (int64_t)(n % 131);
     take_problem(&limit, &problem);
   }
+}
+
+/* Each launch of a pass is refused in turn: that is the end of the pass, and its sentence arrives. */
+static void fail_in_turn(struct layer *l, const char *text, bool backward) {
+  const int64_t count = launches_of(l, text, backward);
+  for (int64_t n = 0; n < count; n++) {
+    mock_forget();
+    mock.refuse_launch = cudaErrorLaunchFailure, mock.refuse_after = n;
+    const moe_status status = backward ? run_backward(&l->run) : run_forward(&l->run);
+    EXPECT(status == MOE_ERROR_DEVICE && mock.launches == n &&
+               strstr(moe_last_error(), ": CUDA: launch failure (cudaErrorLaunchFailure)") != NULL,
+           "%s: launch %d is refused: %s, \"%s\" after %d launches", text, (int)n, moe_status_name(status),
+           moe_last_error(), (int)mock.launches);
+  }
+  mock_forget();
+}
+
+static int fail_problem(void *unused, const struct problem *problem) {
+  char text[PROBLEM_TEXT];
+  struct layer l;
+  (void)unused;
+  problem_print(problem, text);
+  if (layer_open(&l, text, 0)) {
+    l.run.bare = false;
+    fail_in_turn(&l, text, false);
+    if (problem->backward) fail_in_turn(&l, text, true);
+  }
+  layer_close(&l);
+  return CLI_GO_ON;
+}
+
+TEST(a_pass_ends_at_the_launch_that_is_refused) {
+  char *lists[] = {"@tests/problems/smoke.txt", "@tests/problems/edge.txt"};
+  EXPECT(problem_list("mock_cuda", lists, 2, fail_problem, NULL) == CLI_GO_ON, "a list that cannot be read");
 }
 
 /* From ready logits or ids; experts of 1024 and more have their rows put in order. */
