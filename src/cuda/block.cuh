@@ -15,22 +15,25 @@ template <typename T> __device__ __forceinline__ T block_sum(T value, T *shared)
   return sum;
 }
 
-/* Sum of the values of threads 0 .. this one; *total is that of all. */
-__device__ __forceinline__ int block_scan(int value, int *shared, int *total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+/* Sum of the values of lanes 0 .. this one. */
+__device__ __forceinline__ int warp_scan(int value) {
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const int other = __shfl_up_sync(0xffffffffu, value, d);
-    if (lane >= d) value += other;
+    if ((int)threadIdx.x % 32 >= d) value += other;
   }
+  return value;
+}
+
+/* Sum of the values of threads 0 .. this one; *total is that of all. */
+__device__ __forceinline__ int block_scan(int value, int *shared, int *total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  value = warp_scan(value);
   if (lane == 31) shared[warp] = value;
   __syncthreads();
-  int before = 0, all = 0;
-  for (int w = 0; w < (int)blockDim.x / 32; w++) {
-    if (w < warp) before += shared[w];
-    all += shared[w];
-  }
+  const int sums = warp_scan(lane < (int)blockDim.x / 32 ? shared[lane] : 0);
+  const int before = __shfl_sync(0xffffffffu, sums, (warp + 31) % 32);
   __syncthreads();
-  *total = all;
-  return before + value;
+  *total = __shfl_sync(0xffffffffu, sums, 31);
+  return value + (warp > 0 ? before : 0);
 }

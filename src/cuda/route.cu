@@ -78,11 +78,6 @@ __device__ __forceinline__ uint64_t warp_select(const float *key, int n, int cou
 
 /* ---- route -------------------------------------------------------------------------------------------------------- */
 
-struct route_params {
-  moe_route_args args;
-  moe_router_desc router;
-};
-
 /* A key that is NaN (an infinite bias on an infinite score) ranks as -inf, like an expert whose logit is -inf. */
 __device__ __forceinline__ void make_keys(const route_params &p, const warp_memory &w) {
   const float *bias = p.args.correction_bias;
@@ -168,83 +163,6 @@ static __global__ void __launch_bounds__(1024, 1) route_kernel(const __grid_cons
   }
 }
 
-/* ---- route in registers ------------------------------------------------------------------------------------------- */
-
-__device__ __forceinline__ float logit_of(const moe_route_args &a, int64_t t, int e) {
-  return bounded_logit(moe_load(a.logits, a.logits_dtype, t * a.experts + e), a.router_bias, e);
-}
-
-template <int PER> __device__ __forceinline__ void load_logits(float *z, const moe_route_args &a, int64_t t) {
-  const float *from = static_cast<const float *>(a.logits) + t * a.experts;
-  const int experts = (int)a.experts;
-  if (a.logits_dtype == MOE_FP32) {
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-      const int e = lane_id() + 32 * i;
-      z[i] = e < experts ? bounded_logit(from[e], a.router_bias, e) : -INFINITY;
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < PER; i++) {
-    const int e = lane_id() + 32 * i;
-    z[i] = e < experts ? logit_of(a, t, e) : -INFINITY;
-  }
-}
-
-template <int PER>
-__device__ __forceinline__ void route_small_token(const route_params &p, int64_t t, int *counts) {
-  const moe_route_args &a = p.args;
-  const int experts = (int)a.experts, topk = (int)a.topk, lane = lane_id();
-  const float *bias = a.correction_bias;
-  const bool by_logit =
-      p.router.score == MOE_SCORE_TOPK_SOFTMAX || (p.router.score == MOE_SCORE_SOFTMAX && bias == nullptr);
-  float z[PER], value[PER];
-  uint32_t key[PER];
-  int id[PER];
-  load_logits<PER>(z, a, t);
-  const token_sum all = sum_of<PER>(p.router, z, experts);
-#pragma unroll
-  for (int i = 0; i < PER; i++) value[i] = z[i];
-#pragma unroll
-  for (int i = 0; !by_logit && i < PER; i++) value[i] = score_of(p.router, all, z[i]);
-#pragma unroll
-  for (int i = 0; bias != nullptr && i < PER; i++)
-    value[i] += lane + 32 * i < experts ? bias[lane + 32 * i] : 0.0f;
-#pragma unroll
-  for (int i = 0; i < PER; i++) {
-    id[i] = lane + 32 * i;
-    key[i] =
-        id[i] < experts ? ordered_key(value[i] != value[i] || z[i] == -INFINITY ? -INFINITY : value[i]) : 0;
-  }
-  sort_line<PER>(key, id);
-  const int own = take_best<PER>(key, id, topk);
-  const bool inside = lane < topk;
-  const float weight = slot_weight(p.router, all, inside ? logit_of(a, t, own) : 0.0f, inside);
-  if (!inside) return;
-  a.ids[t * topk + lane] = own;
-  a.weights[t * topk + lane] = weight;
-  if (a.counts != nullptr) atomicAdd(&counts[own], 1);
-}
-
-template <int PER>
-static __global__ void __launch_bounds__(1024, 1) route_small_kernel(const __grid_constant__ route_params p) {
-  __shared__ int counts[32 * PER];
-  const moe_route_args &a = p.args;
-  for (int e = threadIdx.x; e < 32 * PER; e += blockDim.x) counts[e] = 0;
-  __syncthreads();
-  for (int64_t t = grid_thread() / 32; t < a.tokens; t += grid_threads() / 32) {
-    if (!is_masked(a.padding_mask, t))
-      route_small_token<PER>(p, t, counts);
-    else if (lane_id() < (int)a.topk)
-      a.ids[t * a.topk + lane_id()] = -1, a.weights[t * a.topk + lane_id()] = 0;
-    __syncwarp();
-  }
-  __syncthreads();
-  for (int e = threadIdx.x; a.counts != nullptr && e < (int)a.experts; e += blockDim.x)
-    if (counts[e] > 0) atomicAdd(&a.counts[e], counts[e]);
-}
-
 /* ---- host --------------------------------------------------------------------------------------------------------- */
 
 /* One block a multiprocessor, with as many warps as its shared memory holds, `bytes` each. */
@@ -270,12 +188,14 @@ moe_status moe_cuda_route(moe_context *ctx, const moe_route_args *args, moe_stre
   if (experts > 512 || args->topk > 32 || groups || args->given_ids != NULL)
     return launch("route", route_kernel, warp_grid(units, args->tokens, warp_bytes(experts, groups ? 4 : 3)),
                   p, stream);
-  const struct cuda_grid grid = grid_of_warps(units, args->tokens, 32);
-  if (experts <= 32) return launch("route", route_small_kernel<1>, grid, p, stream);
-  if (experts <= 64) return launch("route", route_small_kernel<2>, grid, p, stream);
-  if (experts <= 128) return launch("route", route_small_kernel<4>, grid, p, stream);
-  if (experts <= 256) return launch("route", route_small_kernel<8>, grid, p, stream);
-  return launch("route", route_small_kernel<16>, grid, p, stream);
+  static void (*const small[][5])(route_params) = {{ROUTE_SMALL(void (*)(route_params), MOE_SCORE_SOFTMAX)},
+                                                   {ROUTE_SMALL(void (*)(route_params), MOE_SCORE_TOPK_SOFTMAX)},
+                                                   {ROUTE_SMALL(void (*)(route_params), MOE_SCORE_SIGMOID)},
+                                                   {ROUTE_SMALL(void (*)(route_params), MOE_SCORE_SQRT_SOFTPLUS)}};
+  int size = 0;
+  while (experts > 32 << size) size++;
+  return launch("route", small[args->router->score][size],
+                grid_of_warps(units, args->tokens, route_small_warps(1 << size)), p, stream);
 }
 
 /* ---- backward ----------------------------------------------------------------------------------------------------- */
@@ -430,9 +350,9 @@ moe_status moe_cuda_route_backward(moe_context *ctx, const moe_route_backward_ar
                 warp_grid(units, args->tokens, warp_bytes(experts, 3)), p, stream);
 }
 
-KERNELS(route, (const void *)route_small_kernel<1>, (const void *)route_small_kernel<2>,
-        (const void *)route_small_kernel<4>, (const void *)route_small_kernel<8>,
-        (const void *)route_small_kernel<16>, (const void *)route_kernel,
+KERNELS(route, ROUTE_SMALL(const void *, MOE_SCORE_SOFTMAX), ROUTE_SMALL(const void *, MOE_SCORE_TOPK_SOFTMAX),
+        ROUTE_SMALL(const void *, MOE_SCORE_SIGMOID), ROUTE_SMALL(const void *, MOE_SCORE_SQRT_SOFTPLUS),
+        (const void *)route_kernel,
         (const void *)route_small_backward_kernel<4>, (const void *)route_small_backward_kernel<8>,
         (const void *)route_small_backward_kernel<16>, (const void *)route_small_backward_kernel<32>,
         (const void *)route_backward_kernel)

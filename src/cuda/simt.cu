@@ -246,6 +246,7 @@ struct dweights_params {
   moe_gemm_args args;
   const float *partial;
   int64_t column_tiles;
+  int warp_rows; /* rows of a warp at a time, lane l has the l-th: 1 where the warp reads the row, else 32 */
 };
 
 /* <A row, dot_bias[e]>: what this lane adds. */
@@ -264,19 +265,25 @@ __device__ __forceinline__ float lane_dot(const moe_gemm_args &a, int64_t row, i
   return sum;
 }
 
-/* A warp a row. */
-static __global__ void __launch_bounds__(1024, 1) dweights_kernel(const __grid_constant__ dweights_params p) {
+static __global__ void __launch_bounds__(THREADS)
+    dweights_kernel(const __grid_constant__ dweights_params p) {
   const moe_gemm_args &a = p.args;
   const row_groups groups = groups_of(a);
-  for (int64_t row = grid_thread() / 32; row < a.rows; row += grid_threads() / 32) {
-    const int64_t e = expert_of_row(groups, row);
-    if (row < offset_at(groups, e) || row >= offset_at(groups, e + 1)) continue;
-    float sum = a.dot_bias != nullptr ? lane_dot(a, row, e) : 0.0f;
-    for (int64_t c = threadIdx.x % 32; c < p.column_tiles; c += 32)
-      sum += p.partial[row * p.column_tiles + c];
+  const int lane = threadIdx.x % 32;
+  for (int64_t first = grid_thread() / 32 * p.warp_rows; first < a.rows;
+       first += grid_threads() / 32 * p.warp_rows) {
+    const int64_t row = first + (lane < p.warp_rows ? lane : 0), e = expert_of_row(groups, row);
+    const bool inside = row < a.rows && row >= offset_at(groups, e) && row < offset_at(groups, e + 1);
+    float sum = 0;
+#pragma unroll 4
+    for (int64_t c = 0; inside && c < p.column_tiles; c++) sum += p.partial[row * p.column_tiles + c];
+    if (a.dot_bias != nullptr && inside) { /* the one row of the warp */
+      float dot = lane_dot(a, row, e);
 #pragma unroll
-    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-    if (threadIdx.x % 32 == 0) a.dweights[slot_of(a, row)] = sum;
+      for (int d = 16; d > 0; d /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, d);
+      sum += dot;
+    }
+    if (inside && lane < p.warp_rows) a.dweights[slot_of(a, row)] = sum;
   }
 }
 
@@ -287,9 +294,9 @@ static int64_t blocks_for(int64_t tiles, int64_t sm_limit) {
 
 moe_status moe_cuda_finish_dweights(const moe_gemm_args *args, const float *partial, int64_t column_tiles,
                                     moe_stream stream) {
-  const dweights_params p = {*args, partial, column_tiles};
-  return launch("gemm", dweights_kernel,
-                {blocks_for(CEIL_DIV(args->rows, 32), args->sm_limit), 1, 1, 1024, 0}, p, stream);
+  const dweights_params p = {*args, partial, column_tiles, args->dot_bias != NULL ? 1 : 32};
+  const int64_t blocks = CEIL_DIV(args->rows, THREADS / 32 * p.warp_rows);
+  return launch("gemm", dweights_kernel, {blocks_for(blocks, args->sm_limit), 1, 1, THREADS, 0}, p, stream);
 }
 
 /* ---- wgrad -------------------------------------------------------------------------------------------------------- */

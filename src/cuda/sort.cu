@@ -27,6 +27,7 @@ static const int64_t MAX_CHUNKS = 128;
 static const int64_t MAX_HISTOGRAM = 65536;
 enum {
   MAX_WARPS = 32,
+  ADDENDS = 16,
   DROP_THREADS = 256 /* one a byte value */
 };
 
@@ -80,6 +81,7 @@ static __global__ void count_kernel(const __grid_constant__ sort_params p) {
   const uint32_t begin = blockIdx.x * p.chunk_slots, end = min(p.slots - begin, p.chunk_slots) + begin;
   for (int e = threadIdx.x; e < experts; e += blockDim.x) count[e] = 0;
   __syncthreads();
+#pragma unroll 1
   for (uint32_t s = begin + threadIdx.x; s < end; s += blockDim.x) {
     const int e = expert_of(p, s, end);
     if (e >= 0) atomicAdd(&count[e], 1);
@@ -108,11 +110,17 @@ __device__ __forceinline__ void add_chunks(const sort_params &p, const place_mem
   const int groups = blockDim.x / width, group = threadIdx.x / width;
   for (int e = threadIdx.x % width; group < groups && e < experts; e += width) {
     int all = 0, before = 0;
-#pragma unroll 16
-    for (int c = group; c < (int)p.chunks; c += groups) {
-      const int count = p.histogram[c * experts + e];
-      all += count;
-      before += c < (int)blockIdx.x ? count : 0;
+#pragma unroll 1
+    for (int c = group; c < (int)p.chunks; c += ADDENDS * groups) { /* all loads, then all sums */
+      int count[ADDENDS];
+#pragma unroll
+      for (int i = 0; i < ADDENDS; i++)
+        count[i] = c + i * groups < (int)p.chunks ? p.histogram[(c + i * groups) * experts + e] : 0;
+#pragma unroll
+      for (int i = 0; i < ADDENDS; i++) {
+        all += count[i];
+        before += c + i * groups < (int)blockIdx.x ? count[i] : 0;
+      }
     }
     atomicAdd(&m.all[e], all);
     atomicAdd(&m.before[e], before);
@@ -121,6 +129,7 @@ __device__ __forceinline__ void add_chunks(const sort_params &p, const place_mem
 
 /* The counts of an expert by warp become the first row of each, from `row` on. */
 __device__ __forceinline__ void number_warps(int *cursor, int experts, int row) {
+#pragma unroll 1
   for (int w = 0; w < (int)blockDim.x / 32; w += 4, cursor += 4 * experts) {
     int count[4];
 #pragma unroll
@@ -139,11 +148,14 @@ __device__ __forceinline__ int number_experts(const sort_params &p, const place_
   const moe_sort_args &a = p.args;
   const int experts = (int)a.experts;
   int first = 0, row = 0, sum, sum_kept;
+#pragma unroll 1
   for (int base = 0; base < experts; base += blockDim.x) {
     const int e = base + threadIdx.x, count = e < experts ? m.all[e] : 0;
     const int kept = a.capacity > 0 && count > a.capacity ? (int)a.capacity : count;
     const int begin = first + block_scan(count, shared, &sum) - count;
-    const int row_begin = row + block_scan(kept, shared, &sum_kept) - kept;
+    int row_begin = begin;
+    sum_kept = sum;
+    if (a.capacity > 0) row_begin = row + block_scan(kept, shared, &sum_kept) - kept;
     if (e < experts) number_warps(m.cursors + e, experts, begin + m.before[e]);
     if (e < experts && blockIdx.x == 0) {
       a.row_offset[e] = row_begin;
@@ -162,11 +174,10 @@ __device__ __forceinline__ int number_experts(const sort_params &p, const place_
 __device__ __forceinline__ void place_slots(const sort_params &p, int *cursor, uint32_t begin, uint32_t end) {
   const int lane = threadIdx.x % 32;
   const bool last_step = p.args.capacity == 0;
-  int next = expert_of(p, begin + lane, end);
+#pragma unroll 1
   for (uint32_t base = begin; base < end; base += 32) {
     const uint32_t s = base + lane;
-    const int e = next;
-    next = expert_of(p, s + 32, end);
+    const int e = expert_of(p, s, end);
     const unsigned same = __match_any_sync(0xffffffffu, e);
     const int rank = __popc(same & ((1u << lane) - 1));
     const int row = e >= 0 ? cursor[e] + rank : -1;
@@ -185,8 +196,10 @@ static __global__ void __launch_bounds__(MAX_WARPS * 32, 1)
   int *const cursor = m.cursors + warp * experts;
   const int64_t from = (int64_t)blockIdx.x * p.chunk_slots + warp * (int64_t)p.warp_slots, slots = p.slots;
   const uint32_t begin = (uint32_t)min(from, slots), end = (uint32_t)min(from + p.warp_slots, slots);
+#pragma unroll 1
   for (int i = threadIdx.x; i < (2 + (int)blockDim.x / 32) * experts; i += blockDim.x) m.all[i] = 0;
   __syncthreads();
+#pragma unroll 1
   for (uint32_t s = begin + threadIdx.x % 32; s < end; s += 32) {
     const int e = expert_of(p, s, end);
     if (e < 0) continue;
@@ -197,6 +210,7 @@ static __global__ void __launch_bounds__(MAX_WARPS * 32, 1)
   __syncthreads();
   const int rows = number_experts(p, m);
   place_slots(p, cursor, begin, end);
+#pragma unroll 1
   for (int64_t r = rows + (int64_t)blockIdx.x * blockDim.x + threadIdx.x; r < slots;
        r += (int64_t)gridDim.x * blockDim.x)
     p.args.row_slot[r] = -1;
