@@ -51,7 +51,7 @@ class Kernel(NamedTuple):
 def demangle(names: list[str]) -> dict[str, str]:
     """Mangled name -> what stands before its parameters."""
     answer = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
-    plain = [re.sub(r"^void |\(.*$|\((int|bool)\)", "", line) for line in answer.stdout.splitlines()]
+    plain = [re.sub(r"^void |\(\w+\)(?=\d)|\(.*$", "", line) for line in answer.stdout.splitlines()]
     return dict(zip(names, plain))
 
 
@@ -163,20 +163,20 @@ def write() -> list[str]:
 
 def self_test() -> bool:
     """One change of each kind, each found alone."""
-    report = ("ptxas info    : Compiling entry function '_Z5k_oneILi4ELb1EEvi' for 'sm_90a'\n"
+    report = ("ptxas info    : Compiling entry function '_Z5k_oneILi4ELb1EL4kind2EEvi' for 'sm_90a'\n"
               "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
               "ptxas info    : Used 40 registers, used 1 barriers, 128 bytes smem\n"
               "ptxas info    : Compiling entry function '_Z5k_twoi' for 'sm_90a'\n"
               "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
               "ptxas info    : Used 9 registers\n")
-    built = parse_report("a.cu", report, {"_Z5k_oneILi4ELb1EEvi": 7})
+    built = parse_report("a.cu", report, {"_Z5k_oneILi4ELb1EL4kind2EEvi": 7})
     page = parse_page("".join(map(Kernel.row, built)))
     source = {"static __global__ void __launch_bounds__(2 * 8, 1)\n    k_two(const params p) {\n}",
               "template <int A> __global__ void k_one(int a) {}", "__global__ void k_declared(int a);"}
     unknown = [kernel._replace(hgmma=None) for kernel in built]
     wrong = [[page[0]._replace(registers=41), page[1]], [page[0]._replace(spills=4), page[1]], page[:1],
              page + [page[1]._replace(name="gone")]]
-    return (built == [Kernel("a.cu", "k_one<4, true>", 40, 128, 0, 0, 7), Kernel("a.cu", "k_two", 9, 0, 8, 16, 0)]
+    return (built == [Kernel("a.cu", "k_one<4, true, 2>", 40, 128, 0, 0, 7), Kernel("a.cu", "k_two", 9, 0, 8, 16, 0)]
             and page == built and not differences(page, built, {"a.cu"})
             and all(len(differences(rows, built, {"a.cu"})) == 1 for rows in wrong)
             and not differences(page, unknown, {"a.cu"})
